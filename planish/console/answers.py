@@ -18,6 +18,7 @@ from planish.console.recorded_command import command_text
 from planish.console.rollout_table import Filter, histogram
 from planish.console.row_tail import Row
 from planish.console.run_reader import RunReader, config_text
+from planish.files import short_path
 
 MAX_POINTS = 5000
 _MAX_SEARCHED = 3000
@@ -212,7 +213,7 @@ class Answers:
         place = {"split": split, "step": step}
         first = rows[0] if rows else {}
         return {
-            "path": str(reader.path),
+            "path": short_path(reader.path),
             "rollouts": [_with_texts(reader, row) for row in rows],
             "tags": first.get("tags", ()),
             "prompt_id": first.get("prompt_id"),

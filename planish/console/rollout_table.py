@@ -24,6 +24,7 @@ NUMBERS = (
     "tokens",
     "turns",
     "mean_logprob",
+    "gap",
     "seed",
     "sampler_step",
     "offset",
@@ -34,7 +35,7 @@ TEXTS = ("split", "ending", "prompt_id", "file")
 """Columns of texts, each with few different values."""
 LISTS = ("tags", "errors")
 """Columns of lists of texts."""
-SORTABLE = ("step", "reward", "advantage", "tokens", "mean_logprob", "turns")
+SORTABLE = ("step", "reward", "advantage", "tokens", "mean_logprob", "turns", "gap")
 MAX_BARS = 24
 
 

@@ -18,7 +18,7 @@ rollouts/index.jsonl (planish/reports/rollout_index.py).
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ from planish.reports.rollout_index import (
     text_places,
 )
 from planish.reports.rollout_page import rollout_page
+from planish.reports.rollout_records import TrainedTokens
 from planish.reports.rollout_rows import rollout_rows, summary_rows
 from planish.reports.rollout_tokens import DisplayDetokenizer
 from planish.reports.rollout_tree import iteration_trace
@@ -108,11 +109,13 @@ class RolloutFiles:
         *,
         title: str | None = None,
         sections: Sequence[Node] = (),
+        trained: Mapping[tuple[int, int], TrainedTokens] | None = None,
     ) -> Path:
         """Write the files of one iteration and return the path of the page.
 
         `split` is "train" or "eval/NAME". `advantages_P_G` has a row for each of `groups`; None if
         the groups are not trained on. `sections` are captured log trees, shown after the groups.
+        `trained` has the trained tokens by (group, trajectory).
         """
         page_path = self.path(split, iteration, PAGE)
         title = title or f"{split} · iteration {iteration}"
@@ -138,13 +141,15 @@ class RolloutFiles:
             write_atomically(self.path(split, iteration, SUMMARIES), b"".join(summaries))
             texts_path = self.path(split, iteration, ROLLOUT_TEXTS)
             texts = _lines(
-                rollout_rows(split, iteration, groups, advantages_P_G, self._detokenizer)
+                rollout_rows(
+                    split, iteration, groups, advantages_P_G, self._detokenizer, trained or {}
+                )
             )
             write_atomically(texts_path, b"".join(texts))
             places = text_places(texts_path.relative_to(self.directory).as_posix(), texts)
             write_atomically(self.path(split, iteration, TREE), json.dumps(trace.to_json()) + "\n")
         write_atomically(page_path, page.encode(errors="backslashreplace"))
-        rows = index_rows(split, iteration, groups, advantages_P_G, places)
+        rows = index_rows(split, iteration, groups, advantages_P_G, places, trained or {})
         append_to_index(self.directory, list(rows))
         if self.layout == "flat":
             self._link_into_folder(split, iteration)

@@ -12,19 +12,23 @@ When a run resumes, the rows of the iterations that it repeats are removed.
     reward, advantage     total reward, and advantage (null if it is not trained on)
     ending, turns         why the episode ended, and number of turns
     tokens, mean_logprob  number of sampled tokens, and their mean logprob (null without logprobs)
+    gap                   largest difference between the logprobs of trainer and sampler at a token
+                          (null if it was not trained on)
     errors                types of the group's failed attempts
     file, offset, bytes   place of the texts; null with rollout_json_export=False
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from planish.files import RowFile, make_directory
 from planish.logtree.nodes import plain
-from planish.reports.rollout_records import TrajectoryRecord, trajectory_records
+from planish.reports.rollout_records import TrainedTokens, TrajectoryRecord, trajectory_records
 from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import prompt_id
 
@@ -58,10 +62,12 @@ def index_rows(
     groups: Sequence[GroupRollout],
     advantages_P_G: Sequence[Sequence[float | None]] | None,
     places: Sequence[TextPlace],
+    trained: Mapping[tuple[int, int], TrainedTokens],
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of one iteration, ready for JSON. `advantages_P_G` has a row for each of
     `groups`; None if the groups are not trained on. `places` has one place for each trajectory, in
-    order; it is empty if the texts are not written.
+    order; it is empty if the texts are not written. `trained` has the trained tokens by (group,
+    trajectory).
     """
     remaining_places = iter(places)
     for index, rollout in enumerate(groups):
@@ -83,6 +89,7 @@ def index_rows(
                     "ending": record.trajectory.stop_reason or "completed",
                     "turns": len(record.turns),
                     **_token_fields(record),
+                    "gap": _gap(record, trained.get((rollout.group_idx, record.index))),
                     "errors": [error.error_type for error in rollout.group.rollout_errors],
                     "file": place and place.file,
                     "offset": place and place.offset,
@@ -112,6 +119,18 @@ def remove_from_index(directory: Path, iteration: int) -> None:
         path.unlink()
         with suppress(OSError):  # the folder has files of the user
             path.parent.rmdir()
+
+
+def _gap(record: TrajectoryRecord, trained: TrainedTokens | None) -> float | None:
+    """Return the largest absolute difference of logprobs; None without trained tokens."""
+    if trained is None:
+        return None
+    gaps = [
+        float(np.abs(np.float32(turn.transition.ac.logprobs) - tokens.logprobs).max())
+        for turn, tokens in record.turns_with_tokens(trained)
+        if tokens is not None
+    ]
+    return max(gaps, default=None)
 
 
 def _token_fields(record: TrajectoryRecord) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from them.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import Metrics, Observation, Trajectory, Transition
 
@@ -23,6 +25,28 @@ class TurnRecord:
 
 
 @dataclass(frozen=True)
+class TrainedTokens:
+    """What the trainer knows of the trained tokens of a trajectory, in their order."""
+
+    advantages: np.ndarray
+    """float32"""
+    logprobs: np.ndarray
+    """The trainer's logprobs before the update, float32."""
+
+    @classmethod
+    def joined(cls, parts: Sequence["TrainedTokens"]) -> "TrainedTokens":
+        """Return the tokens of all parts, one part after another."""
+        return cls(
+            np.concatenate([part.advantages for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+        )
+
+    def part(self, start: int, end: int) -> "TrainedTokens":
+        """Return the tokens from `start` up to `end`."""
+        return TrainedTokens(self.advantages[start:end], self.logprobs[start:end])
+
+
+@dataclass(frozen=True)
 class TrajectoryRecord:
     """One trajectory with its grades."""
 
@@ -36,6 +60,26 @@ class TrajectoryRecord:
     advantage: float | None
     """None if the trajectory is not trained on."""
     turns: list[TurnRecord]
+
+    def turns_with_tokens(
+        self, trained: TrainedTokens | None
+    ) -> Iterator[tuple[TurnRecord, TrainedTokens | None]]:
+        """Yield the turns, each with its part of the trained tokens; None if the turn is not
+        trained on.
+        """
+        counts = [
+            len(turn.transition.ac.tokens) for turn in self.turns if turn.transition.train_on_action
+        ]
+        if trained is not None and sum(counts) != len(trained.logprobs):
+            trained = None  # a token without a context, which is not trained on
+        start = 0
+        for turn in self.turns:
+            count = len(turn.transition.ac.tokens)
+            if trained is None or not turn.transition.train_on_action or count == 0:
+                yield turn, None
+                continue
+            yield turn, trained.part(start, start + count)
+            start += count
 
     @property
     def initial_prompt(self) -> Observation:

@@ -4,7 +4,7 @@
 has the texts and tokens, which `planish rollouts`, `planish console` and `planish replay` read.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,12 @@ import orjson
 
 from planish.logtree.html import visible
 from planish.logtree.nodes import plain
-from planish.reports.rollout_records import TrajectoryRecord, TurnRecord, trajectory_records
+from planish.reports.rollout_records import (
+    TrainedTokens,
+    TrajectoryRecord,
+    TurnRecord,
+    trajectory_records,
+)
 from planish.reports.rollout_tokens import DisplayDetokenizer
 from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import prompt_id
@@ -47,9 +52,11 @@ def rollout_rows(
     groups: Iterable[GroupRollout],
     advantages_P_G: Sequence[Sequence[float | None]] | None,
     detokenizer: DisplayDetokenizer,
+    trained: Mapping[tuple[int, int], TrainedTokens],
 ) -> Iterator[dict[str, Any]]:
     """Yield the texts of all trajectories, ready for JSON. `advantages_P_G` has a row for each of
-    `groups`; None if the groups are not trained on.
+    `groups`; None if the groups are not trained on. `trained` has the trained tokens by (group,
+    trajectory).
     """
     for index, rollout in enumerate(groups):
         advantages_G = None if advantages_P_G is None else advantages_P_G[index]
@@ -62,12 +69,39 @@ def rollout_rows(
                     "group_metrics": record.group_metrics,
                     "advantage": record.advantage,
                     "stop_reason": record.trajectory.stop_reason,
-                    "turns": [_turn_fields(turn, detokenizer) for turn in record.turns],
+                    "turns": [
+                        {
+                            **_turn_fields(turn, detokenizer),
+                            **_trained_fields(turn, tokens, record.advantage),
+                        }
+                        for turn, tokens in record.turns_with_tokens(
+                            trained.get((rollout.group_idx, record.index))
+                        )
+                    ],
                 }
             )
 
 
-def shortest_floats(values: Sequence[float] | None) -> list[float | None] | None:
+def _trained_fields(
+    turn: TurnRecord, tokens: TrainedTokens | None, advantage: float | None
+) -> dict[str, Any]:
+    """Return the trainer's logprobs and the advantages of a turn's tokens. Equal numbers are not
+    repeated: the logprobs if they are those of the sampler, and the advantages if each is that of
+    the trajectory.
+    """
+    if tokens is None:
+        return {}
+    sampled = np.asarray(turn.transition.ac.logprobs, np.float32)
+    is_equal = np.array_equal(sampled, tokens.logprobs)
+    fields: dict[str, Any] = {"has_equal_trainer_logprobs": is_equal}
+    if not is_equal:
+        fields["trainer_logprobs"] = shortest_floats(tokens.logprobs)
+    if advantage is None or np.any(tokens.advantages != np.float32(advantage)):
+        fields["advantages"] = shortest_floats(tokens.advantages)
+    return fields
+
+
+def shortest_floats(values: Sequence[float] | np.ndarray | None) -> list[float | None] | None:
     """Return float32 numbers as the shortest decimals that give the same float32 again. A number
     that is not finite becomes None. Numbers that are not float32 are returned unchanged.
     """

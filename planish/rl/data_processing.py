@@ -35,6 +35,10 @@ class TrainingSequence:
     """1 at sampled tokens that are trained on, else 0, float32."""
     teacher: str | None = None
     """Name of the teacher (`EnvGroupBuilder.teacher`)."""
+    trajectory: int | None = None
+    """Index of its trajectory in the group."""
+    group_idx: int | None = None
+    """Index of its group in the batch."""
 
     def datum(self, loss_fn: str) -> Datum:
         """Return the datum for the trainer: position i reads token i and predicts token i + 1. The
@@ -127,9 +131,11 @@ def assemble_training_data(
     to leave the trajectory out.
     """
     return [
-        replace(sequence, teacher=teacher)
+        replace(sequence, teacher=teacher, trajectory=index)
         for group, advantages_G in zip(groups_P, advantages_P, strict=True)
-        for trajectory, advantage in zip(group.trajectories_G, advantages_G, strict=True)
+        for index, (trajectory, advantage) in enumerate(
+            zip(group.trajectories_G, advantages_G, strict=True)
+        )
         if advantage is not None
         for sequence in trajectory_to_data(trajectory, advantage)
         if sequence.mask_N.any()

@@ -25,6 +25,7 @@ from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.errors import UserError
 from planish.processes.interruption import run_uncancelled
 from planish.reports.rollout_files import RolloutFiles
+from planish.reports.rollout_records import TrainedTokens
 from planish.rl.data_processing import TrainingSequence
 from planish.rl.kl import AdvantageShaping
 from planish.rl.rollout.evaluation import RLTestSetEvaluator
@@ -141,7 +142,7 @@ class RLLearner:
         with spans.measure("rollout_files"):
             groups, rewards = [rollout.group for rollout in rollouts], self.config.training_rewards
             advantages = [rewards.mean_advantages(group) for group in groups]
-            await self.write_files("train", step, rollouts, advantages)
+            await self.write_files("train", step, rollouts, advantages, update.trained_tokens)
         self.print_first_page(step)
         self.counters.add_step(rollouts, batch.groups, update.data_D, batch.errors_of_dropped)
         metrics = {
@@ -292,13 +293,14 @@ class RLLearner:
         step: int,
         rollouts: Sequence[GroupRollout],
         advantages: list[list[float | None]] | None,
+        trained: Mapping[tuple[int, int], TrainedTokens] | None = None,
     ) -> None:
         """Write the rollouts of a step to files. `advantages` are those of the trajectories,
-        [P][G], each None if the trajectory is not trained on; or None for evaluations.
+        [P][G], each None if the trajectory is not trained on; or None for evaluations. `trained`
+        has the trained tokens by (group, trajectory).
         """
-        await run_uncancelled(
-            asyncio.to_thread(self.files.write, split, step, rollouts, advantages)
-        )
+        write = partial(self.files.write, split, step, rollouts, advantages, trained=trained)
+        await run_uncancelled(asyncio.to_thread(write))
 
     def print_first_page(self, step: int) -> None:
         """Print the path of the first page of rollouts, once per process."""

@@ -24,11 +24,12 @@ sequence, and `_P_D` one list of training sequences per group.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from planish import TrainingClient
 from planish.errors import UserError
+from planish.reports.rollout_records import TrainedTokens
 from planish.rl import kl
 from planish.rl.data_processing import TrainingSequence, assemble_training_data
 from planish.rl.rollout.rollouts import GroupRollout
@@ -69,6 +70,8 @@ class TrainingStep:
     _shaping_metrics: Metrics = field(default_factory=dict)
     refill_metrics: Metrics = field(default_factory=dict)
     """Metrics of dynamic sampling; {} without."""
+    trained_tokens: dict[tuple[int, int], TrainedTokens] = field(default_factory=dict)
+    """The trained tokens of each trajectory, by (group, trajectory). `finish` fills it."""
 
     @property
     def has_submitted_update(self) -> bool:
@@ -117,6 +120,7 @@ class TrainingStep:
         for pending in self._pending_outputs:
             outputs.append(await pending)
             on_minibatch_done()
+        self.trained_tokens = trained_tokens(self.data_D, outputs)
         update_results = [await pending for pending in self._pending_updates]
         metrics: Metrics = {
             "optim/lr": self.learning_rate,
@@ -172,7 +176,8 @@ def training_data(rollout: GroupRollout | None, config: Config) -> list[Training
     group, rewards = rollout.group, config.training_rewards
     if config.remove_constant_reward_groups and rewards.is_constant(group):
         return []
-    return assemble_training_data([group], [rewards.advantages(group)], rollout.teacher)
+    sequences = assemble_training_data([group], [rewards.advantages(group)], rollout.teacher)
+    return [replace(sequence, group_idx=rollout.group_idx) for sequence in sequences]
 
 
 async def roll_out_and_submit(
@@ -234,6 +239,25 @@ async def roll_out_and_submit(
             await step.forward_backward(flatten(substep_P_D))
             await step.submit_update()
     return [rollout for rollout in rollouts_P if rollout is not None]
+
+
+def trained_tokens(
+    data_D: Sequence[TrainingSequence], outputs: Sequence[ForwardBackwardOutput]
+) -> dict[tuple[int, int], TrainedTokens]:
+    """Return the advantages and the trainer's logprobs of all trained tokens, by (group,
+    trajectory). `outputs` are the results of the sequences, in order.
+    """
+    parts: dict[tuple[int, int], list[TrainedTokens]] = {}
+    results = (result for output in outputs for result in output.loss_fn_outputs)
+    for sequence, result in zip(data_D, results, strict=True):
+        if sequence.group_idx is None or sequence.trajectory is None:
+            continue
+        is_trained = sequence.mask_N[1:] > 0
+        tokens = TrainedTokens(
+            sequence.advantages_N[1:][is_trained], result["logprobs"].to_numpy()[is_trained]
+        )
+        parts.setdefault((sequence.group_idx, sequence.trajectory), []).append(tokens)
+    return {place: TrainedTokens.joined(tokens) for place, tokens in parts.items()}
 
 
 def has_advantages(group_D: Iterable[TrainingSequence]) -> bool:

@@ -144,3 +144,10 @@ class _Lent:
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+def test_sampler_and_trainer_agree_at_every_token(run):
+    rows = [row for row in read_rows(run / INDEX) if row["split"] == "train"]
+    gaps = [row["gap"] for row in rows if row["advantage"]]
+    assert gaps
+    assert max(gaps) < 1e-5

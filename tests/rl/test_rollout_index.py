@@ -14,6 +14,7 @@ from planish.files import read_rows
 from planish.renderers import get_renderer
 from planish.reports.rollout_files import ROLLOUT_TEXTS, RolloutFiles
 from planish.reports.rollout_index import INDEX
+from planish.reports.rollout_records import TrainedTokens
 from planish.reports.rollout_rows import shortest_floats
 from planish.rl.environments.problem_env import ProblemEnv, ProblemGroupBuilder
 from planish.rl.rollout.rollouts import do_group_rollout
@@ -63,6 +64,7 @@ def test_every_trajectory_has_a_row_with_the_place_of_its_texts(files, tmp_path)
         "turns": 1,
         "tokens": 3,
         "mean_logprob": pytest.approx(-0.02),
+        "gap": None,
         "errors": ["TimeoutError"],
         "file": rows[-1]["file"],
         "offset": rows[-1]["offset"],
@@ -195,3 +197,30 @@ def test_appending_reads_no_more_than_the_end_of_the_index(files, tmp_path, monk
     files.write("train", 1, questions(1, 2))
     assert reads == []
     assert len(read_rows(tmp_path / INDEX)) == 4
+
+
+def test_trained_tokens_are_written_where_they_differ(files, tmp_path):
+    logprobs = [-1.0, -2.0, -3.0]
+    answers = [spoken("ab", logprobs), spoken("cd", logprobs)]
+    first = [turn("q", answers[0], 0.0, done=False), turn("qr", answers[1], 1.0)]
+    second = [turn("q", answers[0], 0.0, train_on_action=False, done=False), turn("r", answers[1])]
+    trained = {
+        (0, 0): TrainedTokens(
+            np.float32([0.5] * 3 + [0.5, 0.25, 0.5]), np.float32([*logprobs, -1.0, -2.5, -3.0])
+        ),
+        (0, 1): TrainedTokens(np.float32([-0.5] * 3), np.float32(logprobs)),
+    }
+    trajectories = [Trajectory(turns, ModelInput.empty()) for turns in (first, second)]
+    files.write("train", 0, [group(0, trajectories)], [[0.5, -0.5]], trained=trained)
+    rows = read_rows(files.path("train", 0, ROLLOUT_TEXTS))
+    [[equal, other], [untrained, last]] = [row["turns"] for row in rows]
+    assert equal["has_equal_trainer_logprobs"]
+    assert "trainer_logprobs" not in equal
+    assert "advantages" not in equal
+    assert other["trainer_logprobs"] == [-1.0, -2.5, -3.0]
+    assert other["advantages"] == [0.5, 0.25, 0.5]
+    assert not other["has_equal_trainer_logprobs"]
+    assert "has_equal_trainer_logprobs" not in untrained
+    assert last["has_equal_trainer_logprobs"]
+    assert "advantages" not in last
+    assert [row["gap"] for row in read_rows(tmp_path / INDEX)] == [0.5, 0.0]

@@ -7,7 +7,7 @@ import { rowKeys } from "./runs.js";
 
 const PAGE = 100;
 const FILTERS = ["split", "step_from", "step_to", "reward_from", "reward_to", "tag", "ending", "error", "text", "sort", "group", "prompt_id"];
-const ORDERS = [["", "in order"], ["-step", "newest first"], ["reward", "worst first"], ["-reward", "best first"], ["-tokens", "longest first"], ["tokens", "shortest first"], ["mean_logprob", "least probable first"]];
+const ORDERS = [["", "in order"], ["-step", "newest first"], ["reward", "worst first"], ["-reward", "best first"], ["-tokens", "longest first"], ["tokens", "shortest first"], ["mean_logprob", "least probable first"], ["-gap", "largest gap first"]];
 
 export async function rolloutsView(area, { run, params, signal, onKey }) {
   const state = Object.fromEntries(FILTERS.map((name) => [name, params.get(name) ?? ""]));
@@ -85,6 +85,7 @@ export async function rolloutsView(area, { run, params, signal, onKey }) {
         { title: "Answer", wide: true, value: (row) => h("span", { class: "tail" }, row.answer ?? "") },
         { title: "Ending", value: (row) => h("span", { class: row.ending === "completed" ? "soft" : "flag" }, row.ending || "–") },
         { title: "Tokens", number: true, value: (row) => number(row.tokens) },
+        { title: "Gap", number: true, hint: "largest difference between the logprobs of trainer and sampler at a token", value: (row) => (row.gap ? h("span", { class: row.gap > 1e-3 ? "flag" : "" }, row.gap.toExponential(1)) : number(row.gap)) },
         { title: "Kind", value: (row) => [row.split === "train" ? "" : row.split, ...row.tags].filter(Boolean).join(", ") },
         { title: "", value: (row) => (row.errors.length ? h("span", { class: "flag", title: row.errors.join(", ") }, `${row.errors.length} failed`) : null) },
       ], answer.rows, { caption: "Rollouts", key: (row) => `${row.split} ${row.step} ${row.group} ${row.sample}`, onOpen: (row) => go(groupLink(run, row)) }));
