@@ -299,6 +299,21 @@ TINY_SIZES: dict[str, Any] = {
 """The sizes of the models of `tiny_transformers_model`. A config takes those that it has."""
 
 
+TINY_OPTIONS: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 8, "n_ctx": 512},
+    "deepseek_v4": {"head_dim": 64},
+    "dots1": {"n_shared_experts": 1},
+    "falcon": {"head_dim": None, "alibi": False},
+    "gptj": {"rotary_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_5_moe_text": {"full_attention_interval": 2},
+    "qwen3_5_text": {"full_attention_interval": 2},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""The options of `tiny_transformers_model` for single kinds of models. None: not that of TINY_SIZES.
+"""
+
+
 def tiny_transformers_model(
     path: str | Path, model_type: str, *, seed: int = 0, dtype: str = "float32", **options: Any
 ) -> Path:
@@ -308,11 +323,8 @@ def tiny_transformers_model(
     `model_type`: that of config.json, such as "glm4". `options`: fields of its config, which take
     the place of those of TINY_SIZES.
     """
-    defaults = AutoConfig.for_model(model_type)
-    sizes = {key: value for key, value in TINY_SIZES.items() if hasattr(defaults, key)}
-    if "qk_rope_head_dim" in sizes:
-        sizes["head_dim"] = sizes["qk_rope_head_dim"]  # the size of the rotated part
-    config = AutoConfig.for_model(model_type, **sizes | options, dtype=dtype)
+    config = tiny_transformers_config(model_type, **options)
+    config.dtype = dtype
     model: Any = AutoModelForCausalLM.from_config(config)
     randomize(model, seed)
     model.to(DTYPES[dtype])
@@ -320,6 +332,25 @@ def tiny_transformers_model(
     model.save_pretrained(path)
     GenerationConfig(eos_token_id=EOS_TOKEN_ID, pad_token_id=256).save_pretrained(path)
     return save_byte_tokenizer(path)
+
+
+def tiny_transformers_config(model_type: str, **options: Any) -> Any:
+    """Return the config of `tiny_transformers_model`."""
+    defaults = AutoConfig.for_model(model_type)
+    sizes = {key: value for key, value in TINY_SIZES.items() if _has_field(defaults, key)}
+    if "qk_rope_head_dim" in sizes:
+        sizes["head_dim"] = sizes["qk_rope_head_dim"]  # the size of the rotated part
+    sizes |= TINY_OPTIONS.get(model_type, {}) | options
+    return AutoConfig.for_model(
+        model_type, **{key: value for key, value in sizes.items() if value is not None}
+    )
+
+
+def _has_field(config: Any, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except Exception:  # Fields that differ between layers raise an error of their own.
+        return True
 
 
 def _hub_tensors(

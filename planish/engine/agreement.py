@@ -15,7 +15,7 @@ import torch
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import Trainer
-from planish.errors import UnsupportedError
+from planish.errors import PlanishError, UnsupportedError
 from planish.model.base_decoder import BaseDecoder
 from planish.model.lora import LoraLayout
 from planish.service import Sample
@@ -28,6 +28,8 @@ from planish.types import (
     SamplingParams,
 )
 
+_CODE_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""The errors of modelling code that does something else than planish's decoder expects."""
 MAX_DIFFERENCE = 1.0
 """The largest difference of logprobs, in nats, that rounding may cause. A larger one means that the
 model's code combines positions in another way than by attention.
@@ -41,8 +43,29 @@ def measure_difference(decoder: BaseDecoder, sampler: Sampler, trainer: Trainer)
     """Return the largest difference between sampled and trained logprobs, over a few tokens.
 
     The samples have two prompts of random tokens, one of which begins with the other, and a random
-    adapter. Raises UnsupportedError if the difference exceeds MAX_DIFFERENCE.
+    adapter. Raises UnsupportedError if the model's code fails, or if the difference exceeds
+    MAX_DIFFERENCE.
     """
+    try:
+        difference = _difference(decoder, sampler, trainer)
+    except (torch.OutOfMemoryError, PlanishError):
+        raise
+    except _CODE_ERRORS as error:
+        raise UnsupportedError(
+            f"the code of transformers for this model ({decoder.config.family}) fails with "
+            f"planish's attention: {type(error).__name__}: {error}"
+        ) from error
+    if not difference <= MAX_DIFFERENCE:
+        raise UnsupportedError(
+            f"sampled and trained logprobs of this model ({decoder.config.family}) differ by "
+            f"{difference:.3g} nats, so its code in transformers combines positions in another "
+            "way than by attention. planish cannot run it"
+        )
+    return difference
+
+
+def _difference(decoder: BaseDecoder, sampler: Sampler, trainer: Trainer) -> float:
+    """Return the largest difference between sampled and trained logprobs."""
     layout = LoraLayout(decoder.config, LoraConfig(rank=_RANK))
     generator = torch.Generator().manual_seed(0)
     noise = 0.02 * torch.randn(layout.size, generator=generator)
@@ -65,17 +88,10 @@ def measure_difference(decoder: BaseDecoder, sampler: Sampler, trainer: Trainer)
             data.append(Datum(whole, {"target_tokens": pad + sequence.tokens}))
             sampled.append(np.array(sequence.logprobs))
     trained = _trained_logprobs(trainer, adapter, data)
-    difference = max(
+    return max(
         float(np.abs(ours - theirs[-len(ours) :]).max())
         for ours, theirs in zip(sampled, trained, strict=True)
     )
-    if not difference <= MAX_DIFFERENCE:
-        raise UnsupportedError(
-            f"sampled and trained logprobs of this model ({decoder.config.family}) differ by "
-            f"{difference:.3g} nats, so its code in transformers combines positions in another "
-            "way than by attention. planish cannot run it"
-        )
-    return difference
 
 
 def _trained_logprobs(trainer: Trainer, adapter: Adapter, data: list[Datum]) -> list[np.ndarray]:

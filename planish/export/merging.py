@@ -172,12 +172,18 @@ def write_merged(
         stored_dtypes[HEAD_WEIGHT] = stored_dtypes[EMBEDDING_WEIGHT]
     matrices_by_weight = update.matrices_by_weight(config)
     missing = [name for name in matrices_by_weight if f"{name}.weight" not in weights]
-    if missing and config.hf is not None:
-        raise UnsupportedError(
-            f"the files of {base_directory} have no {missing[0]}.weight, because transformers "
-            "renames or joins their tensors; export the adapter with --format peft, and merge it "
-            "with PEFT"
-        )
+    if config.hf is not None:
+        transposed = any(linear.is_transposed for layer in config.hf.layers for linear in layer)
+        if missing or transposed:
+            problem = (
+                f"have no {missing[0]}.weight, because transformers renames or joins their tensors"
+                if missing
+                else "have transposed weights"
+            )
+            raise UnsupportedError(
+                f"the files of {base_directory} {problem}; export the adapter with --format peft, "
+                "and merge it with PEFT"
+            )
     separate_tensors = [
         MergedTensor(
             name,

@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
+from variants import slow_after
 
 from planish.engine.agreement import measure_difference
 from planish.engine.checkpoints.files import peft_config
@@ -19,13 +20,14 @@ from planish.errors import DamagedFileError, UnsupportedError
 from planish.model.config import ModelConfig
 from planish.model.hf.decoder import TransformersDecoder
 from planish.model.kernels.choose import choose_backend
-from planish.model.lora import LoraLayout
+from planish.model.lora import LoraLayout, LoraWeights
+from planish.model.prefix_tree import pack
 from planish.service import Sample
 from planish.testing import VOCAB_SIZE, tiny_transformers_model
 from planish.types import Datum, LoraConfig, ModelInput, SampleResponse, SamplingParams
 
 CPU = torch.device("cpu")
-FAMILIES = ["glm4", "granite", "olmo2", "mixtral", "deepseek_v3", "cohere2"]
+FAMILIES = ["glm4", "granite", "mixtral", "deepseek_v3", "gemma2", "gemma4_text", "llama4_text"]
 
 
 def load(path, dtype=torch.float32) -> TransformersDecoder:
@@ -95,7 +97,7 @@ def reference_logprobs(model, tokens: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1)[range(len(tokens) - 1), tokens[1:]]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_after(1, FAMILIES))
 def test_logprobs_and_gradients_of_a_prefix_tree_equal_peft(tmp_path, family):
     tiny_transformers_model(tmp_path, family)
     decoder = load(tmp_path)
@@ -117,7 +119,7 @@ def test_logprobs_and_gradients_of_a_prefix_tree_equal_peft(tmp_path, family):
         torch.testing.assert_close(found, expected, atol=1e-4 * largest, rtol=1e-3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_after(1, FAMILIES))
 def test_sampled_and_trained_logprobs_agree(tmp_path, family):
     tiny_transformers_model(tmp_path, family)
     decoder = load(tmp_path)
@@ -151,6 +153,7 @@ def test_samples_of_two_adapters_in_one_batch_equal_those_of_each_alone(tmp_path
     assert together[0] != together[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["olmo2", "mixtral"])
 def test_recomputing_layers_gives_the_same_gradient(tmp_path, family):
     tiny_transformers_model(tmp_path, family)
@@ -161,6 +164,35 @@ def test_recomputing_layers_gives_the_same_gradient(tmp_path, family):
         train(decoder, adapter, random_sequences(), recompute=recompute)
         gradients.append(adapter.grad)
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+def test_the_estimate_of_stored_activations_covers_those_of_modelling_code(tmp_path, family):
+    tiny_transformers_model(tmp_path, family, hidden_size=256, intermediate_size=512)
+    decoder = load(tmp_path)
+    layout = LoraLayout(decoder.config, LoraConfig(rank=8))
+    weights = LoraWeights(layout, layout.init(0), decoder.backend, requires_grad=True)
+    (batch,) = pack([np.arange(200) % VOCAB_SIZE], 200)
+    parameters = {x.untyped_storage().data_ptr() for x in decoder.parameters()}
+    stored: dict[int, int] = {}
+
+    def record(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            stored[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        decoder.forward(
+            torch.from_numpy(batch.tokens),
+            torch.from_numpy(batch.positions),
+            decoder.backend.tree_attention(batch),
+            weights,
+        )
+    logits = 4 * len(batch) * VOCAB_SIZE
+    estimate = TrainerSettings().activation_bytes(decoder.backend, len(batch), 8) - logits
+    assert estimate / 2 < sum(stored.values()) < 1.1 * estimate
 
 
 def test_a_model_of_transformers_takes_quantized_weights(tmp_path):

@@ -96,6 +96,10 @@ class TrainerSettings:
         layer_bytes = attention_bytes + max(
             self._mlp_bytes(backend, rank, layer) for layer in layers
         )
+        if config.hf is not None:
+            # Modelling code stores float32 copies in norms, the parts of RoPE, and the outputs of
+            # experts before they are weighted. The factors were measured.
+            layer_bytes = layer_bytes * (5 if config.num_experts else 3) // 2
         if config.delta_net is not None:
             # Estimate a gated delta-net layer as a layer with attention plus the tensors that only
             # a gated delta net stores.

@@ -7,6 +7,7 @@ model.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,13 @@ from planish.model.delta_net import Recurrence
 from planish.model.hf.forward_pass import ATTENTION, HFForwardPass, attention, current_pass
 from planish.model.hf.frozen import freeze_experts, freeze_linear
 from planish.model.inspection.modules import HFModules
-from planish.model.inspection.probing import base_model_name, first_line, is_experts_module, quiet
+from planish.model.inspection.probing import (
+    base_model_name,
+    first_line,
+    is_experts_module,
+    is_linear,
+    quiet,
+)
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.interface import AdapterBatch, Attend
 from planish.model.lora import LoraWeights
@@ -62,6 +69,10 @@ class TransformersDecoder:
     def device(self) -> torch.device:
         """The device of the weights."""
         return self.backend.device
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Return an iterator over the weights of transformers' modules."""
+        return self._model.parameters()
 
     def decode_pass(self) -> None:
         """Return None: no kernel runs these layers in one call."""
@@ -140,7 +151,7 @@ def _freeze_layer(
     for parent_name, parent in list(layer.named_modules()):
         for child_name, child in list(parent.named_children()):
             name = f"{parent_name}.{child_name}" if parent_name else child_name
-            if isinstance(child, nn.Linear):
+            if is_linear(child):
                 target = name if name in with_adapters else None
                 setattr(parent, child_name, freeze_linear(child, backend, scheme, index, target))
             elif is_experts_module(child):

@@ -16,7 +16,7 @@ from planish.model.expert_pairs import TokenExpertPairs
 from planish.model.experts import weighted_sum
 from planish.model.hf.expert_linears import expert_linears
 from planish.model.hf.forward_pass import current_pass
-from planish.model.inspection.probing import expert_linear_names
+from planish.model.inspection.probing import expert_linear_names, is_transposed, linear_shape
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.linear import PackedLinear
 from planish.model.quantization import quantize
@@ -26,14 +26,14 @@ class FrozenLinear(nn.Module):
     """A frozen linear with the adapters of the current forward pass."""
 
     def __init__(
-        self, source: nn.Linear, packed: PackedLinear, layer: int, name: str | None
+        self, source: nn.Module, packed: PackedLinear, layer: int, name: str | None
     ) -> None:
         """`source`: the linear that this one replaces. `packed`: its weights. `layer`, `name`: its
         layer and the name of its target module in that layer; None: it has no adapter.
         """
         super().__init__()
         # Modelling code reads these attributes of linears.
-        self.in_features, self.out_features = source.in_features, source.out_features
+        self.out_features, self.in_features = linear_shape(source)
         self.weight, self.bias = source.weight, source.bias
         self._packed, self._layer, self._name = packed, layer, name
 
@@ -83,12 +83,15 @@ class FrozenExperts(nn.Module):
 
 
 def freeze_linear(
-    source: nn.Linear, backend: Backend, scheme: str | None, layer: int, name: str | None
+    source: nn.Module, backend: Backend, scheme: str | None, layer: int, name: str | None
 ) -> FrozenLinear:
     """Return the replacement of a linear. `scheme`: its quantization, or None."""
-    packed = _pack(source.weight, source.bias, backend, scheme if name is not None else None)
-    if scheme is not None and name is not None:
-        source.weight = nn.Parameter(source.weight.to("meta"), requires_grad=False)
+    weight: Tensor = source.weight  # type: ignore[assignment]
+    bias: Tensor | None = source.bias  # type: ignore[assignment]
+    scheme = scheme if name is not None else None
+    packed = _pack(weight.t() if is_transposed(source) else weight, bias, backend, scheme)
+    if scheme is not None:
+        source.weight = nn.Parameter(weight.to("meta"), requires_grad=False)
     return FrozenLinear(source, packed, layer, name)
 
 

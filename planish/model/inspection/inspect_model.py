@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ from planish.model.inspection.probing import (
     find_head_function,
     first_line,
     is_experts_module,
+    is_linear,
+    is_transposed,
+    linear_shape,
     quiet,
     record_attention,
 )
@@ -38,6 +41,8 @@ IGNORED_FIELDS = frozenset(
 """The fields of config.json that do not change logits."""
 _NO_ADAPTER_NAMES = ("gate", "router", "shared_expert_gate", "shared_gate")
 """The names of linears that choose or weight experts. They have no adapter, as in Tinker."""
+_NO_ADAPTER_PREFIXES = ("altup.", "laurel.", "per_layer_", "self_attn.compressor.")
+"""The names of linears beside attention and MLP begin with these (Gemma 3n, Gemma 4)."""
 _RECURRENT_WORDS = ("conv", "delta", "linear", "mamba", "recurrent", "ssm")
 """Parts of the names of layer types with a recurrent state."""
 _CONTEXT_FIELDS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
@@ -64,7 +69,8 @@ class HFModel:
     @property
     def num_experts(self) -> int:
         """The number of experts of each mixture-of-experts layer; 0 without experts."""
-        return max(linear.num_experts for layer in self.modules.layers for linear in layer)
+        counts = (linear.num_experts for layer in self.modules.layers for linear in layer)
+        return max(counts, default=0)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -165,10 +171,7 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
         head_function = find_head_function(model, base_name, head_shape[1])
     prefixes = [f"{call.module_name.removeprefix(layers_name).split('.', 2)[2]}." for call in calls]
     layers = tuple(
-        tuple(
-            HFLinear(name, *shape, is_mlp=not name.startswith(prefix), num_experts=num_experts)
-            for name, shape, num_experts in _without_router(linears, prefix)
-        )
+        tuple(_without_router(linears, prefix))
         for linears, prefix in zip(layer_linears, prefixes, strict=True)
     )
     mlp = [linear for layer in layers for linear in layer if linear.is_mlp]
@@ -303,31 +306,35 @@ def _head_name(model: Any) -> str:
     return str(name)
 
 
-LinearShape = tuple[str, tuple[int, int], int]
-"""The name, the shape (out, in) and the number of experts of a linear; 0: a single linear."""
+def _without_router(linears: Sequence[HFLinear], attention_prefix: str) -> Iterator[HFLinear]:
+    """Yield the linears of a layer except its router, which has one output for each expert.
+
+    `attention_prefix`: the beginning of the names of the attention's linears.
+    """
+    num_experts = max((linear.num_experts for linear in linears), default=0)
+    for linear in linears:
+        is_mlp = not linear.name.startswith(attention_prefix)
+        if not is_mlp or linear.num_experts or linear.fan_out != num_experts:
+            yield replace(linear, is_mlp=is_mlp)
 
 
-def _without_router(linears: Sequence[LinearShape], attention_prefix: str) -> Iterator[LinearShape]:
-    """Yield the linears of a layer except its router, which has one output for each expert."""
-    num_experts = max((count for _, _, count in linears), default=0)
-    for name, shape, count in linears:
-        is_router = count == 0 and shape[0] == num_experts
-        if not is_router or name.startswith(attention_prefix):
-            yield name, shape, count
+def _has_adapter(name: str) -> bool:
+    """Return whether an adapter may train the linear of this name in a layer."""
+    is_other = name.startswith(_NO_ADAPTER_PREFIXES)
+    return not is_other and name.rpartition(".")[2] not in _NO_ADAPTER_NAMES
 
 
-def _linears(layer: Any) -> Iterator[LinearShape]:
+def _linears(layer: Any) -> Iterator[HFLinear]:
     """Yield the linears of a layer that adapters can train, and perhaps its router."""
-    from torch import nn
-
     for name, module in layer.named_modules():
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] not in _NO_ADAPTER_NAMES:
-            yield name, (module.out_features, module.in_features), 0
+        if is_linear(module) and _has_adapter(name):
+            fan_out, fan_in = linear_shape(module)
+            yield HFLinear(name, fan_out, fan_in, True, is_transposed=is_transposed(module))
         elif is_experts_module(module):
             for linear in expert_linear_names(module):
                 num_experts, *shape = getattr(module, linear).shape
                 fan_out, fan_in = reversed(shape) if module.is_transposed else shape
-                yield f"{name}.{linear}", (fan_out, fan_in), num_experts
+                yield HFLinear(f"{name}.{linear}", fan_out, fan_in, True, num_experts)
 
 
 def _check_attention(calls: list[AttentionCall]) -> None:

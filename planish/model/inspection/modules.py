@@ -20,6 +20,8 @@ class HFLinear:
     """Whether `train_mlp` trains the linear. `train_attn` trains the others."""
     num_experts: int = 0
     """The number of experts, whose linears have this shape each. 0: a single linear."""
+    is_transposed: bool = False
+    """Whether the module of a single linear has the weight (in, out), as in GPT-2."""
 
 
 @dataclass(frozen=True)

@@ -227,6 +227,30 @@ def base_model_name(layers_name: str) -> str:
     return layers_name.partition(".")[0]
 
 
+def is_linear(module: Any) -> bool:
+    """Return whether a module computes x @ weight.T + bias and nothing else.
+
+    The weight of GPT-2's Conv1D is transposed. Some routers are linears with a function of their
+    own.
+    """
+    from torch import nn
+
+    return is_transposed(module) or type(module).forward is nn.Linear.forward
+
+
+def is_transposed(module: Any) -> bool:
+    """Return whether a module is a linear with the weight (in, out)."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, Conv1D)
+
+
+def linear_shape(module: Any) -> tuple[int, int]:
+    """Return the shape (out, in) of a linear."""
+    first, second = module.weight.shape
+    return (second, first) if is_transposed(module) else (first, second)
+
+
 def is_experts_module(module: Any) -> bool:
     """Return whether a module is one of transformers' experts, whose forward can be replaced."""
     return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
