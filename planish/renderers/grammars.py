@@ -100,6 +100,12 @@ def calls_rules(
     format has no tools.
     """
     form = renderer.format.capabilities.calls
+    if form is None and renderer.format.capabilities.has_tools:
+        raise UnsupportedError(
+            f"renderer {renderer.name} has tools, but no grammar describes the calls of its chat "
+            "template; let tool calls be unconstrained (tool_choice 'auto', parallel calls, no "
+            "strict tools, no response_format)"
+        )
     if form is None:
         raise UnsupportedError(
             f"renderer {renderer.name} has no form for tool calls; use {RENDERERS_WITH_TOOLS}"

@@ -100,7 +100,7 @@ class Message(TypedDict):
 
 RENDERERS_WITH_TOOLS = (
     "qwen3 (Qwen3), chatml (Qwen2.5, SmolLM2), qwen3_5 (Qwen3.5, 3.6), qwen3_8 (Qwen3.8), gpt_oss, "
-    "deepseekv3, kimi_k2, kimi_k25, kimi_k26, nemotron3 or smollm3"
+    "deepseekv3, kimi_k2, kimi_k25, kimi_k26, llama3, nemotron3 or smollm3"
 )
 """The renderers whose formats have tools, for error messages. Their models are in parentheses, if
 the name does not tell them. Variants such as `qwen3_instruct` begin with one of these names.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from planish.renderers.codec import Control
 from planish.renderers.forms import THINK, THINK_END
-from planish.renderers.message_parts import HeldText, ParseOptions, PartList
+from planish.renderers.message_parts import HeldText, MessageParser, ParseOptions, PartList
 from planish.renderers.tool_calls import CALL, CALL_END, ReadCall, read_json_call
 
 ReadList = Callable[[str], tuple[list[dict[str, Any]] | None, str | None]]
@@ -324,14 +324,18 @@ class BareCallParser:
     message.
     """
 
-    def __init__(self, inner: TaggedParser, read: ReadList, starts: tuple[str, ...]) -> None:
-        """`inner` parses the reasoning. `read` reads calls, which begin with one of `starts`."""
+    def __init__(
+        self, inner: MessageParser, options: ParseOptions, read: ReadList, starts: tuple[str, ...]
+    ) -> None:
+        """`inner` parses the reasoning, if there is any. `read` reads calls, which begin with one
+        of `starts`.
+        """
         self.parts = PartList()
         self._inner = inner
         self._read = read
         self._starts = starts
-        is_begun = inner.options.continues == "text"
-        self._held: str | None = "" if inner.options.reads_calls and not is_begun else None
+        may_call = options.reads_calls and options.continues != "text"
+        self._held: str | None = "" if may_call else None
         """The text that may be calls; None after text that is an answer."""
 
     @property
@@ -367,6 +371,7 @@ class BareCallParser:
                 continue
             self._held += part.text
             begin = self._held.lstrip()
-            if begin and not begin.startswith(self._starts):
+            may_begin = any(start.startswith(begin) for start in self._starts)
+            if not may_begin and not begin.startswith(self._starts):
                 held, self._held = self._held, None
                 self.parts.add("text", held)

@@ -12,6 +12,7 @@ Invariants:
 * Text of messages never becomes a control token.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -32,6 +33,8 @@ from planish.renderers.templates import chat_template_of
 from planish.renderers.tool_calls import CALL, as_text
 from planish.renderers.transcript import Transcript
 from planish.tokenizer import ModelTokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def template_format(
@@ -68,6 +71,11 @@ def template_format(
             "the chat template has no switch that turns reasoning "
             f"{'on' if thinks else 'off'} (none of {', '.join(SWITCHES)} does); use renderer "
             "template"
+        )
+    if made.traits.has_tools and made.traits.syntax is None:
+        logger.warning(
+            "the chat template writes tool calls in a syntax that planish does not know; tools are "
+            "offered to the model, and its calls stay text"
         )
     return made
 
@@ -186,4 +194,4 @@ class TemplateFormat(StopTokenFormat):
         )
         if syntax is None or syntax.read_bare is None:
             return parser
-        return BareCallParser(parser, syntax.read_bare, syntax.starts)
+        return BareCallParser(parser, options, syntax.read_bare, syntax.starts)

@@ -12,7 +12,7 @@ QWEN = family_tokenizer("qwen", "qwen2_5")
 QWEN3 = get_renderer("qwen3", QWEN)
 XML_CALLS = get_renderer("qwen3_5", family_tokenizer("qwen", "qwen3"))
 INSTRUCT = get_renderer("qwen3_instruct", QWEN)
-LLAMA3 = get_renderer("llama3", family_tokenizer("llama3"))
+GEMMA3 = get_renderer("gemma3", family_tokenizer("gemma"))
 ROLE_COLON = get_renderer("role_colon", QWEN)
 USER = {"role": "user", "content": "a"}
 ASSISTANT = {"role": "assistant", "content": "b"}
@@ -37,9 +37,9 @@ def said(**changes) -> dict:
         ),
         (INSTRUCT, [{"content": "a"}], r"messages\[0\]\['role'\]=None"),
         (
-            LLAMA3,
+            GEMMA3,
             [{"role": "tool", "content": "a"}],
-            r"messages\[0\]\['role'\]='tool'.*llama3 knows the roles system, user, assistant",
+            r"messages\[0\]\['role'\]='tool'.*gemma3 knows the roles system, user, assistant",
         ),
         (INSTRUCT, [{"role": "user"}], r"messages\[0\] has no content; give a string"),
         (
@@ -88,9 +88,9 @@ def said(**changes) -> dict:
             r"content\[1\]: thinking comes before the text",
         ),
         (
-            LLAMA3,
+            GEMMA3,
             [USER, said(tool_calls=[CALL])],
-            r"messages\[1\] has tool calls, which renderer llama3 cannot write; use",
+            r"messages\[1\] has tool calls, which renderer gemma3 cannot write; use",
         ),
         (
             INSTRUCT,
@@ -133,9 +133,9 @@ def said(**changes) -> dict:
             r"messages\[1\] offers tools; only .* start",
         ),
         (
-            LLAMA3,
+            GEMMA3,
             [{"role": "system", "content": "a", "tools": [{"name": "f"}]}],
-            r"messages\[0\] offers tools.*llama3",
+            r"messages\[0\] offers tools.*gemma3",
         ),
         (
             INSTRUCT,
@@ -309,7 +309,7 @@ def test_invalid_prompt_arguments_are_rejected(arguments, message):
         ),
         (
             "qwen3_instruct",
-            LLAMA3.tokenizer,
+            GEMMA3.tokenizer,
             {},
             r"renderer qwen3_instruct needs '<\|im_start\|>' as one token",
         ),
@@ -334,8 +334,8 @@ def test_invalid_renderer_options_are_rejected(name, tokenizer, options, message
 
 
 def test_invalid_tools_are_rejected():
-    with pytest.raises(UnsupportedError, match=r"renderer llama3 has no form for tools; use qwen3"):
-        LLAMA3.create_conversation_prefix_with_tools([{"name": "f"}])
+    with pytest.raises(UnsupportedError, match=r"renderer gemma3 has no form for tools; use qwen3"):
+        GEMMA3.create_conversation_prefix_with_tools([{"name": "f"}])
     with pytest.raises(ValueError, match=r"tools is empty"):
         QWEN3.create_conversation_prefix_with_tools([])
     with pytest.raises(ValueError, match=r"tools\[1\]: give \{'name'"):
@@ -361,7 +361,7 @@ def test_prompts_accept_a_prefill_and_other_roles():
 
 
 def test_renderers_can_be_pickled():
-    for renderer in (QWEN3, LLAMA3, ROLE_COLON):
+    for renderer in (QWEN3, GEMMA3, ROLE_COLON):
         renderer.codec.encode_text("<|im_end|>")
         copy = pickle.loads(pickle.dumps(renderer))
         conversation = [USER, {**ASSISTANT, "content": "b<|im_end|>"}]

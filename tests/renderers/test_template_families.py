@@ -328,3 +328,67 @@ def test_no_text_becomes_a_control_token(name):
     for token in family.tokens:
         assert controls(token) == harmless, token
     assert controls("".join(family.tokens)) == harmless
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in TOOL_CONVERSATIONS if "results" not in case and "text" not in case]
+)
+def test_llama3_writes_tools_as_the_template_without_the_dates(case):
+    """The template writes one call in a message, and no text beside it."""
+    tokenizer: Any = RENDERERS["llama3_1"].tokenizer
+    renderer = get_renderer("llama3", tokenizer)
+    messages = [
+        {**one, "content": ""} if one.get("tool_calls") else one
+        for one in template_messages(TOOL_CONVERSATIONS[case])
+    ]
+    for one in messages:
+        one.pop("reasoning_content", None)
+    expected = tokenizer.apply_chat_template(
+        messages,
+        tools=[{"type": "function", "function": tool} for tool in TOOLS],
+        tokenize=False,
+        add_generation_prompt=messages[-1]["role"] != "assistant",
+    )
+    expected = re.sub("Cutting Knowledge.*\nToday Date.*\n", "", expected)
+    ours = with_tools(renderer, messages, TOOLS)
+    if messages[-1]["role"] == "assistant":
+        tokens = renderer.build_supervised_example(ours)[0].to_ints()
+    else:
+        tokens = renderer.build_generation_prompt(ours).to_ints()
+    assert tokenizer.decode(tokens) == expected
+
+
+def test_llama3_calls_are_parsed_and_streamed():
+    renderer = get_renderer("llama3", RENDERERS["llama3_1"].tokenizer)
+    for text in (
+        '{"name": "add", "parameters": {"a": 1, "b": "x"}}',
+        '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": "x"}}',
+    ):
+        sampled = [*renderer.codec.encode([text]), *renderer.get_stop_sequences()]
+        message, _ = renderer.parse_response(sampled)
+        assert message["content"] == ""
+        [call] = message["tool_calls"]
+        assert call["function"] == {"name": "add", "arguments": '{"a": 1, "b": "x"}'}
+        assert streamed(renderer, sampled)[1] == Reading.of_message(message)
+    for text in ("{1, 2} is a set", '{"a": 1}', "{", '{"name": "add"}', '{"name": 1'):
+        sampled = [*renderer.codec.encode([text]), *renderer.get_stop_sequences()]
+        assert renderer.parse_response(sampled).message == {"role": "assistant", "content": text}
+        assert streamed(renderer, sampled)[1] == Reading(text)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "Wait.", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+        {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}] * 2},
+    ],
+)
+def test_llama3_rejects_what_its_template_leaves_out(message):
+    renderer = get_renderer("llama3", RENDERERS["llama3_1"].tokenizer)
+    with pytest.raises(ValueError, match="one tool call in a message, and no text beside it"):
+        renderer.build_supervised_example(
+            [{"role": "user", "content": "Add."}, {"role": "assistant", **message}]
+        )
+    prefix = renderer.create_conversation_prefix_with_tools(TOOLS)
+    with pytest.raises(ValueError, match=r"let messages\[1\] be a user message"):
+        renderer.build_generation_prompt([*prefix, {"role": "assistant", "content": "Hi"}])
