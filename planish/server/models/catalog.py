@@ -121,12 +121,15 @@ class Models:
     async def submit(
         self, tenant: Tenant, model_id: str, seq_id: int, operation: Operation[Any]
     ) -> Accepted:
-        """Journal and queue an operation of a model (`ModelIntake.submit`)."""
+        """Journal and queue an operation of a model (`ModelIntake.submit`). Raise NotFound for an
+        unknown model, and Gone if the model or its session has ended.
+        """
         if not self._engine.is_healthy:
             raise stopping()
         intake = self._intakes.get(model_id)
         if intake is None or intake.model.tenant != tenant:
             intake = await self._open_intake(tenant, model_id)
+        await self._sessions.touch(tenant, intake.model.adapter.row.session)
         return await intake.submit(seq_id, operation)
 
     async def reject(

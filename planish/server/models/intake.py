@@ -118,7 +118,7 @@ class ModelIntake:
         A repeated request, with the same number and operation, returns the same request id. Raise
         BadRequest if another operation has used this number. Raise BadRequest, NotFound or
         UserError if the operation is invalid; its number is then used up. Raise Gone if the model
-        or its session has ended.
+        is being unloaded.
 
         The work continues even if the caller is cancelled, because every journaled request must
         also be queued.
@@ -129,7 +129,6 @@ class ModelIntake:
         if not 1 <= seq_id <= _MAX_SEQ:
             raise BadRequest(f"seq_id={seq_id}: the requests of a model are numbered from 1")
         model = self.model
-        await self._sessions.touch(model.tenant, model.adapter.row.session)
         seq = await self._stored_seq(seq_id, operation)
         try:
             request = await encoded_request(model.tenant, model.id, seq, operation)
