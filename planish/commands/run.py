@@ -144,7 +144,7 @@ def script_environment(options: Mapping[str, Any], directory: Path) -> dict[str,
 def _cache_tokenizer(name: str, directory: Path) -> None:
     """Put a tokenizer where `transformers` looks for it on a machine without a network."""
     # Import this here, because the server loads torch, which this process does not need.
-    from planish.server.serve import cache_tokenizer, hub_names
+    from planish.server.tokenizer_cache import cache_tokenizer, hub_names
 
     for hub_name in hub_names(name):
         cache_tokenizer(hub_name, directory)

@@ -10,15 +10,11 @@ Acknowledged requests are in the journal even then.
 If the engine fails or hangs, the server stops too, and the exit status is `ENGINE_FAULT_STATUS`. A
 supervisor such as systemd or a container runtime then starts it again, and it repeats the
 acknowledged requests.
-
-The module also estimates the memory of the server, and copies tokenizers into the Hugging Face hub
-cache.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
 import signal
@@ -33,48 +29,36 @@ from threading import Thread, Timer
 from types import FrameType
 
 import uvicorn
-from huggingface_hub import constants
-from huggingface_hub.file_download import repo_folder_name
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
 from planish.engine.engine import Engine
 from planish.engine.memory import (
-    RUNTIME_BYTES,
     DeviceMemory,
-    ModelMemory,
     gib,
     main_memory_bytes,
 )
-from planish.engine.settings import EngineSettings
 from planish.errors import UserError
-from planish.files import make_directory, write_atomically
-from planish.model.config import ModelConfig
+from planish.files import make_directory
 from planish.model.listing import list_models
-from planish.model.sources import DEFAULT_MODEL, HUB_NAME, resolve_model
-from planish.model.weights import weight_files
+from planish.model.sources import DEFAULT_MODEL, resolve_model
 from planish.server.engine_client import WARMUP_SAMPLE, StallWatch
 from planish.server.garbage import GarbageCollector, freeze_objects
 from planish.server.http import routes_sampling, routes_uploads
 from planish.server.http.access import AccessLog, RequestMetrics, set_up_logging
 from planish.server.http.app import create_app
-from planish.server.http.budgets import MAX_TOTAL_BODIES
 from planish.server.http.connections import ConnectionLimits, ConnectionTable, protocol_class
 from planish.server.http.context import HttpState
 from planish.server.http.graceful_stop import RESPONSE_SECONDS, STOP_SECONDS, drain
 from planish.server.http.keys import read_keys
 from planish.server.http.metrics_page import SubstitutedLosses, metrics_route
-from planish.server.http.routes_checkpoints import tokenizer_files
+from planish.server.memory_plan import MemoryPlan, device_memory, memory_plan
 from planish.server.openai import routes
 from planish.server.openai.lora_adapters import LoraAdapters
-from planish.server.openai.models import (
-    MAX_CHARACTERS_PER_TOKEN,
-    MAX_TOKENIZED_BYTES,
-    TOKENIZER_BYTES_PER_CHARACTER,
-)
 from planish.server.options import ServeOptions
 from planish.server.server import Server
-from planish.server.settings import HttpSettings, MemorySettings
+from planish.server.settings import HttpSettings
+from planish.server.tokenizer_cache import cache_tokenizer, hub_names
 from planish.server.uploads import ImportAdapter, Uploads
 
 __all__ = ["ServeOptions", "serve"]
@@ -470,132 +454,3 @@ def raise_file_limit() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
     return _UNLIMITED_FILES if soft == resource.RLIM_INFINITY else soft
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """An upper bound on the memory of a server. The bound is computed, not measured. It is the sum
-    of the device memory of each base model (engine/memory.py) and of the limits for adapters,
-    requests and results, in bytes. On a CPU, weights that are used in the dtype of their files are
-    memory-mapped, so the operating system may evict and reread them.
-    """
-
-    device: str
-    """The device of the base models and adapters: "cpu", or the name of a GPU."""
-    models: Mapping[str, ModelMemory]
-    """The memory of each base model, by name. Names with the same directory share one object."""
-    adapters: int
-    """The limit for adapters."""
-    requests: int
-    """The limit for requests, their tokenization, and results."""
-
-    @property
-    def computing(self) -> int:
-        """Bytes for base models and adapters, on the device."""
-        return (
-            sum({id(model): model.total_bytes for model in self.models.values()}.values())
-            + self.adapters
-        )
-
-    @property
-    def serving(self) -> int:
-        """Bytes for the process, requests and results. They are in main memory on every device."""
-        return RUNTIME_BYTES + self.requests
-
-    @property
-    def main_memory(self) -> int:
-        """Bytes of main memory."""
-        return self.serving + (self.computing if self.device == "cpu" else 0)
-
-    def __str__(self) -> str:
-        if self.device == "cpu":
-            first = f"memory: up to {gib(self.main_memory)}"
-        else:
-            first = (
-                f"memory: up to {gib(self.computing)} of {self.device}, "
-                f"and {gib(self.serving)} of main memory"
-            )
-        lines = [
-            f"  {name}: weights {gib(model.weight_bytes)}, keys and values up to "
-            f"{gib(model.cache_bytes)}, a sampling step {gib(model.sampling_bytes)}, a training "
-            f"step {gib(model.training_bytes)}"
-            for name, model in self.models.items()
-        ]
-        lines.append(
-            f"  adapters up to {gib(self.adapters)}, requests and results up to "
-            f"{gib(self.requests)}"
-        )
-        return "\n".join([first, *lines])
-
-
-def device_memory(
-    models: Mapping[str, Path], engine: EngineSettings, settings: MemorySettings
-) -> DeviceMemory:
-    """Return the device memory of a server. `models` maps names to directories."""
-    return DeviceMemory(engine, list(models.values()), settings.adapter_memory_bytes)
-
-
-def memory_plan(
-    models: Mapping[str, Path], memory: DeviceMemory, settings: MemorySettings
-) -> MemoryPlan:
-    """Return the memory plan of a server. Raise UserError if the memory does not suffice for a base
-    model, or if a base model cannot be served.
-    """
-    for path in models.values():
-        weight_files(path)
-    contexts = [ModelConfig.from_directory(path).max_context for path in models.values()]
-    text = max([MAX_TOKENIZED_BYTES, *(MAX_CHARACTERS_PER_TOKEN * context for context in contexts)])
-    return MemoryPlan(
-        str(memory.device),
-        {name: memory.claim(path) for name, path in models.items()},
-        settings.adapter_memory_bytes,
-        settings.request_memory_bytes
-        + settings.result_memory_bytes
-        + MAX_TOTAL_BODIES
-        + text * TOKENIZER_BYTES_PER_CHARACTER,
-    )
-
-
-_LLAMA_3 = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
-
-
-def hub_names(name: str) -> tuple[str, ...]:
-    """Return the hub repositories in which clients look for the tokenizer of `name`. The
-    repositories of Llama 3 are gated, so the SDK loads all their tokenizers from one open
-    repository.
-    """
-    return (name, _LLAMA_3) if name.startswith("meta-llama/Llama-3") else (name,)
-
-
-def cache_tokenizer(name: str, directory: Path, cache: Path | None = None) -> Path | None:
-    """Copy the tokenizer in `directory` into the Hugging Face hub cache under `name`. Return the
-    directory in the cache. Return None if the cache already has this name, or if `name` is not a
-    name of the hub.
-
-    `SamplingClient.get_tokenizer()` of the official SDK knows only the name of the base model, and
-    loads the tokenizer from the hub. (A training client gets a directory from the server, see
-    routes_training.get_info.) The cache gets a new revision that contains the tokenizer's files and
-    no weights. A program with a network connection still loads the files from the hub.
-    """
-    if not HUB_NAME.fullmatch(name):
-        _log.info(
-            "%s is not a name of the hub, so its tokenizer is not put into the hub's cache", name
-        )
-        return None
-    repository = (cache or Path(constants.HF_HUB_CACHE)) / repo_folder_name(
-        repo_id=name, repo_type="model"
-    )
-    reference = repository / "refs" / "main"
-    if reference.exists():
-        return None
-    files = tokenizer_files(directory)
-    revision = hashlib.sha1(
-        "\0".join(f"{name}\0{text}" for name, text in files.items()).encode()
-    ).hexdigest()
-    snapshot = repository / "snapshots" / revision
-    snapshot.mkdir(parents=True, exist_ok=True)
-    for file, text in files.items():
-        write_atomically(snapshot / file, text)
-    reference.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(reference, revision)
-    return snapshot

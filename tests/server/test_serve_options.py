@@ -16,9 +16,10 @@ from planish.errors import UnknownModelError, UserError
 from planish.server import serve
 from planish.server.http.graceful_stop import STOP_SECONDS
 from planish.server.http.origins import is_loopback
+from planish.server.memory_plan import MemoryPlan, device_memory, memory_plan
 from planish.server.options import ServeOptions, options_of
-from planish.server.serve import MemoryPlan, cache_tokenizer, device_memory, memory_plan
 from planish.server.settings import ServerSettings
+from planish.server.tokenizer_cache import cache_tokenizer
 from planish.testing import tiny_model
 
 
