@@ -16,6 +16,7 @@ and tokens that sequences share count once.
       attention   12 heads head_dim P layers  two matmuls forward, four backward; P: number of
                   (query, key) pairs
       head        4 hidden vocabulary S      forward, and the gradient of the input
+      head LoRA   6 r (hidden + vocabulary) S   the default adapter trains the head too
 
   Norms, RoPE, softmax, the optimizer and recomputation do not count.
 
@@ -104,9 +105,9 @@ def training_flops(config: ModelConfig, round_spec: Mapping[str, Any], rank: int
     layer = 4 * layer_num_parameters(config) * rows
     layer += 6 * rank * sum(out + fan_in for out, fan_in in _linears(config)) * rows
     layer += 12 * config.num_heads * config.head_dim * num_attention_pairs(round_spec)
-    return (
-        config.num_layers * layer + 4 * config.hidden_size * config.vocab_size * counts.scored_rows
-    )
+    head = 4 * config.hidden_size * config.vocab_size
+    head += 6 * rank * (config.hidden_size + config.vocab_size)
+    return config.num_layers * layer + head * counts.scored_rows
 
 
 def num_attention_pairs(round_spec: Mapping[str, Any]) -> int:

@@ -144,7 +144,16 @@ class Bench:
 
 
 def decode(bench: Bench, service: planish.ServiceClient) -> list[Row]:
-    client = service.create_sampling_client(base_model=str(bench.model))
+    """Measure decoding with an adapter of the default modules, as in RL, and without one."""
+    adapted = published_adapter(bench, service, 0)
+    plain = service.create_sampling_client(base_model=str(bench.model))
+    return [
+        *decode_rows(bench, adapted, "decode"),
+        *decode_rows(bench, plain, "decode without adapter"),
+    ]
+
+
+def decode_rows(bench: Bench, client: planish.SamplingClient, label: str) -> list[Row]:
     rows = []
     for prompts, samples in DECODE_ROWS:
         round_spec = bench.round(f"decode {prompts}", prompts, samples, MANY_TOKENS)
@@ -156,7 +165,7 @@ def decode(bench: Bench, service: planish.ServiceClient) -> list[Row]:
         share = min_seconds / statistics.median(seconds)
         rows.append(
             Row(
-                f"decode, {rows_of(round_spec)}",
+                f"{label}, {rows_of(round_spec)}",
                 milliseconds(seconds),
                 "ms a step",
                 share,
@@ -217,16 +226,12 @@ def published_adapter(
     """Return a sampling client of a new adapter. The training state is freed, because 64 of them
     would not fit beside a large model.
     """
-    client = service.create_lora_training_client(
-        str(bench.model), rank=RANK, seed=seed, train_unembed=False
-    )
+    client = service.create_lora_training_client(str(bench.model), rank=RANK, seed=seed)
     return client.save_weights_and_get_sampling_client()
 
 
 def training(bench: Bench, service: planish.ServiceClient) -> list[Row]:
-    client = service.create_lora_training_client(
-        str(bench.model), rank=RANK, seed=0, train_unembed=False
-    )
+    client = service.create_lora_training_client(str(bench.model), rank=RANK, seed=0)
     sampler = client.save_weights_and_get_sampling_client()
 
     def train_round(name: str, new_tokens: int) -> tuple[float, dict[str, Any]]:
@@ -270,9 +275,7 @@ def training_rows(
 
 def grpo(bench: Bench, service: planish.ServiceClient, prompts: int, samples: int) -> list[Row]:
     label = f"iteration, {prompts} x {samples}"
-    client = service.create_lora_training_client(
-        str(bench.model), rank=RANK, seed=0, train_unembed=False
-    )
+    client = service.create_lora_training_client(str(bench.model), rank=RANK, seed=0)
     run_iteration(client, bench.round(f"{label} warm-up", prompts, samples, WARM_UP_TOKENS))
     round_specs, iterations = [], []
     for number in bench.rounds():

@@ -101,7 +101,7 @@ def decode_profile(base: BaseModel, round_spec: Mapping[str, Any]) -> Profile:
 
 
 def training_profile(base: BaseModel, round_spec: Mapping[str, Any]) -> Profile:
-    layout = LoraLayout(base.config, LoraConfig(rank=RANK, seed=0, train_unembed=False))
+    layout = LoraLayout(base.config, LoraConfig(rank=RANK, seed=0))
     adapter = Adapter(layout, base.backend)
     data = micro_batch(round_spec, base.trainer.settings.micro_batch_tokens)
     row_counts: list[float] = []

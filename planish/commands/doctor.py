@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +13,9 @@ from rich.text import Text
 from planish.doctor.examination import ExaminationOptions, examine
 from planish.doctor.findings import Report, Section, collect_warnings
 from planish.engine.settings import EngineSettings
+from planish.errors import UserError
+from planish.files import cache_home
+from planish.model.kernels.verdicts import delete_verdicts
 from planish.model.sources import DEFAULT_MODEL
 from planish.model.weight_sizes import SCHEMES
 from planish.processes.arguments import argument_adder
@@ -32,11 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=SCHEMES,
     )
     add("--data-dir DIR", "data directory of `planish serve`", default=ServeOptions.data_dir)
+    add(
+        "--retest", "test the kernels again, whatever earlier self-tests found", action="store_true"
+    )
     add("--json", "print the report as JSON", action="store_true")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report and return 0 if nothing needs attention, else 1."""
+    """Print the report and return 0 if nothing needs attention, else 1.
+
+    Raises UserError if `--retest` cannot delete the stored verdicts.
+    """
+    if arguments.retest:
+        _delete_verdicts(cache_home() / "kernels")
     with collect_warnings():  # the findings contain the same facts
         settings = EngineSettings(device=arguments.device, quantize=arguments.quantize)
         report = examine(ExaminationOptions(arguments.data_dir, arguments.model, settings))
@@ -45,6 +57,16 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _print(report)
     return 1 if report.problems else 0
+
+
+def _delete_verdicts(directory: Path) -> None:
+    try:
+        delete_verdicts(directory)
+    except OSError as error:
+        raise UserError(
+            f"--retest: the verdicts in {directory} cannot be deleted ({error}); make the "
+            "directory writable, or set PLANISH_HOME to another one"
+        ) from error
 
 
 def _print(report: Report) -> None:

@@ -101,6 +101,8 @@ def _plan_finding(
         f"({plan.trainer.micro_batch_tokens:,} tokens); at most {plan.sampler.max_batch} samples "
         "at once"
     )
+    if plan.trainer.max_sequence_tokens is not None:
+        text += f"; longest trainable sequence: {plan.trainer.max_sequence_tokens:,} tokens"
     value = {
         "model": name,
         "quantize": scheme,

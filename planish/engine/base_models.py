@@ -36,6 +36,7 @@ from planish.model.config import ModelConfig
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.device import Device, accumulate_in_float32
+from planish.model.kernels.self_test_process import interrupt_self_tests
 from planish.model.kernels.triton.families import supported_families
 from planish.model.kernels.triton.self_test import check_kernels
 from planish.model.kernels.verdicts import Verdict
@@ -136,6 +137,11 @@ class BaseModel:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, loaded at its first use."""
         return self._tokenizer.tokenizer
+
+
+def _longest_sequence(memory: ModelMemory) -> str:
+    longest = memory.trainer.max_sequence_tokens
+    return "" if longest is None else f"; longest trainable sequence: {longest:,} tokens"
 
 
 def checked_backend(
@@ -256,7 +262,14 @@ class BaseModels:
                 # has computed. If there are more workers than cores, all of them sleep between
                 # matmuls, which halves the sampler's speed.
                 with ThreadPoolExecutor(1, thread_name_prefix="planish-load") as executor:
-                    self._loaded[directory] = executor.submit(self._load, directory).result()
+                    loading = executor.submit(self._load, directory)
+                    try:
+                        self._loaded[directory] = loading.result()
+                    except KeyboardInterrupt:
+                        # The executor waits for its thread, and the first self-test of a GPU takes
+                        # a minute or two.
+                        interrupt_self_tests()
+                        raise
             return self._loaded[directory]
 
     def _load(self, directory: Path) -> BaseModel:
@@ -270,11 +283,12 @@ class BaseModels:
             name for name, found in self._directories.items() if found == directory
         ]
         logging.getLogger(__name__).info(
-            "%s: %s; threads: %d; memory up to %s",
+            "%s: %s; threads: %d; memory up to %s%s",
             names_of_directory[0],
             model.numerics().summary,
             torch.get_num_threads(),
             gib(memory.total_bytes),
+            _longest_sequence(memory),
         )
         return model
 

@@ -33,12 +33,12 @@ from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.device import Device
 from planish.model.kv_cache import max_pool_bytes, max_reservable_bytes
 from planish.model.lora import LoraLayout
+from planish.model.quantization import DEQUANTIZATION_BYTES
 from planish.model.weight_sizes import (
     code_bytes,
     fused_quantized_shapes,
     linear_bytes,
     mxfp4_bytes,
-    quantized_shapes,
     stored_scheme,
     unquantized_bytes,
 )
@@ -293,12 +293,9 @@ class _ModelNeeds:
                 one_copy_bytes -= code_bytes(config, scheme, shapes)
                 all_copies_bytes -= code_bytes(config, scheme, shapes)
             if not backend.can_pack(config.hidden_size, config.hidden_size) and not shapes:
-                # torch dequantizes two linears at a time, gate and up, for one matmul.
-                largest_linear = max(
-                    config.hidden_size * config.expert_size,
-                    *(map(prod, quantized_shapes(config).values())),
-                )
-                all_copies_bytes += 2 * largest_linear * dtype.itemsize
+                # A matmul of many rows first dequantizes all linears that it computes.
+                largest = max(sum(map(prod, fused)) for fused in fused_quantized_shapes(config))
+                all_copies_bytes += largest * dtype.itemsize + DEQUANTIZATION_BYTES
         return cls(backend, settings, one_copy_bytes, all_copies_bytes, reserved_adapter_bytes)
 
     @property
@@ -318,11 +315,14 @@ class _ModelNeeds:
         KV cache does not fit in addition, the smallest sizes are used instead.
         """
         budget = self._divide(available_bytes, sizing_bytes=available_bytes)
-        return (
-            budget
-            if budget.divided_bytes <= available_bytes
-            else self._divide(available_bytes, sizing_bytes=0)
-        )
+        if budget.divided_bytes > available_bytes:
+            budget = self._divide(available_bytes, sizing_bytes=0)
+        if self.backend.uses_main_memory or available_bytes == inf:
+            return budget
+        # The KV cache of a sampler that runs at the same time is not subtracted, because it may be
+        # empty.
+        longest = budget.trainer.longest_sequence(self.backend, available_bytes)
+        return replace(budget, trainer=replace(budget.trainer, max_sequence_tokens=longest))
 
     def _divide(self, available_bytes: float, sizing_bytes: float) -> ModelMemory:
         """Divide `available_bytes` among the budgets.

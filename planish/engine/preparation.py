@@ -130,7 +130,9 @@ class Preparation:
             case ForwardBackward():
                 model = self._model_by_id(op.model_id)
                 loss_fn = self._loss_to_compute(op.loss_fn)
-                batch = model.base.trainer.read_batch(op.data, loss_fn, op.loss_fn_config)
+                batch = model.base.trainer.read_batch(
+                    op.data, loss_fn, op.loss_fn_config, op.forward_only
+                )
                 return QueuedForwardBackward(op, future, model, batch)
             case DeferredForwardBackward():
                 loss_fn = self._loss_to_compute(op.loss_fn)

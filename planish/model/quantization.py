@@ -35,6 +35,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import gcd
 from typing import ClassVar
 
 import torch
@@ -47,6 +48,13 @@ from planish.model.weight_sizes import NF4_BLOCK_SIZE, SCHEMES, quantized_shapes
 
 _MIN_SCALE = 2.0**-100
 """Channels with smaller scales become zero, because kernels do not support denormal numbers."""
+_DEQUANTIZED_AT_ONCE = 1 << 23
+"""The maximum number of weights that `dequantized` dequantizes at a time."""
+DEQUANTIZATION_BYTES = 16 * _DEQUANTIZED_AT_ONCE
+"""The maximum bytes of temporary tensors in `dequantized`, in addition to its result.
+
+A weight takes at most 16 bytes there: its code as an integer, its value in float32 and its scale.
+"""
 _SCALE_GROUP_SIZE = 256
 """The number of nf4 scales that share a scale of their own."""
 _CPU = torch.device("cpu")
@@ -83,6 +91,15 @@ class QuantizedWeight(ABC):
     def shape(self) -> tuple[int, int]:
         """The shape of the weight: (out, in)."""
         return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def row_multiple(self) -> int:
+        """The number of outputs to a multiple of which `rows` can divide the weight."""
+        return 1
+
+    @abstractmethod
+    def rows(self, start: int, stop: int) -> QuantizedWeight:
+        """Return the outputs start .. stop - 1 as views. `start`: a multiple of `row_multiple`."""
 
     @abstractmethod
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -135,6 +152,10 @@ class Int8Weight(QuantizedWeight):
         codes = (weight_float32 / scales.where(scales > 0, 1.0)[:, None]).round_().clamp_(-127, 127)
         return cls(codes.where(scales[:, None] > 0, 0.0).to(torch.int8), scales)
 
+    def rows(self, start: int, stop: int) -> Int8Weight:
+        """Return the outputs start .. stop - 1 as views."""
+        return Int8Weight(self.codes[start:stop], self.scales[start:stop])
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] in `dtype`."""
         return self.codes.float().mul_(self.scales[:, None]).to(dtype)
@@ -181,6 +202,23 @@ class Nf4Weight(FourBitWeight):
         )
 
     @property
+    def row_multiple(self) -> int:
+        """The number of outputs whose scales are whole groups."""
+        return _SCALE_GROUP_SIZE // gcd(_SCALE_GROUP_SIZE, self.scale_codes.shape[1])
+
+    def rows(self, start: int, stop: int) -> Nf4Weight:
+        """Return the outputs start .. stop - 1 as views. `start`: a multiple of `row_multiple`."""
+        blocks = self.scale_codes.shape[1]
+        first, last = start * blocks, stop * blocks
+        groups = slice(first // _SCALE_GROUP_SIZE, -(-last // _SCALE_GROUP_SIZE))
+        return Nf4Weight(
+            self.codes[start:stop],
+            self.scale_codes[start:stop],
+            self.scale_scales[groups],
+            self.offset,
+        )
+
+    @property
     def scales(self) -> Tensor:
         """The dequantized scales of the blocks: float32 [out, in / 64]."""
         values = dynamic_values(self.codes.device)[self.scale_codes.int()].view(-1)
@@ -197,6 +235,10 @@ class Mxfp4Weight(FourBitWeight):
     """uint8 [out, in / 2]."""
     exponents: Tensor
     """uint8 [out, in / 32]: indices into `mxfp4_scales`."""
+
+    def rows(self, start: int, stop: int) -> Mxfp4Weight:
+        """Return the outputs start .. stop - 1 as views."""
+        return Mxfp4Weight(self.codes[start:stop], self.exponents[start:stop])
 
     @property
     def scales(self) -> Tensor:
@@ -231,6 +273,17 @@ class Fp8Weight(QuantizedWeight):
         grid = (-(-fan_out // block[0]), -(-fan_in // block[1]))
         return cls(codes, scales.to(codes.device, torch.float32).reshape(grid), block)
 
+    @property
+    def row_multiple(self) -> int:
+        """The number of outputs that share a scale; 1 if all outputs do."""
+        return 1 if self.block[0] >= self.shape[0] else self.block[0]
+
+    def rows(self, start: int, stop: int) -> Fp8Weight:
+        """Return the outputs start .. stop - 1 as views. `start`: a multiple of `row_multiple`."""
+        height, width = self.block
+        scales = self.scales[start // height : -(-stop // height)]
+        return Fp8Weight(self.codes[start:stop], scales, (min(height, stop - start), width))
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] in `dtype`."""
         (fan_out, fan_in), (rows, columns) = self.shape, self.scales.shape
@@ -255,9 +308,22 @@ def quantize(weight: Tensor, scheme: str) -> QuantizedWeight:
 
 
 def dequantized(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> Tensor:
-    """Return the weights of linears that read the same input as one tensor [out, in]."""
-    tensors = [weight.dequantize(dtype) for weight in weights]
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    """Return the weights of linears that read the same input as one tensor [out, in].
+
+    Large weights are dequantized a few outputs at a time, so that the temporary tensors take at
+    most DEQUANTIZATION_BYTES.
+    """
+    sizes, fan_in = [weight.shape[0] for weight in weights], weights[0].shape[1]
+    if len(weights) == 1 and sizes[0] * fan_in <= _DEQUANTIZED_AT_ONCE:
+        return weights[0].dequantize(dtype)
+    out = torch.empty(sum(sizes), fan_in, dtype=dtype, device=weights[0].codes.device)
+    for weight, part in zip(weights, out.split(sizes), strict=True):
+        multiple = weight.row_multiple
+        step = max(1, _DEQUANTIZED_AT_ONCE // (multiple * fan_in)) * multiple
+        for start in range(0, len(part), step):
+            stop = min(start + step, len(part))
+            part[start:stop] = weight.rows(start, stop).dequantize(dtype)
+    return out
 
 
 def check_quantizable(config: ModelConfig, scheme: str | None) -> None:

@@ -46,7 +46,7 @@ def test_the_flops_of_training():
     """First one token that attends to itself, then the saving by a shared prefix."""
     alone = round_spec(1, 1, 1, 1, 0)
     layer = 4 * LINEARS + 6 * 5 * ENDS + 12 * 4 * 2
-    assert training_flops(SIZES, alone, rank=5) == 3 * layer + 4 * 8 * 100
+    assert training_flops(SIZES, alone, rank=5) == 3 * layer + 4 * 8 * 100 + 6 * 5 * (8 + 100)
     shared, separate = round_spec(4, 1, 2, 50, 50), round_spec(4, 1, 2, 50, 0)
     rows = 50 + 4 * 1, 4 * 50 + 4 * 1
     pairs = 51 * 25 + 4 * 51, 4 * 51 * 25 + 4 * 51
@@ -115,6 +115,9 @@ def test_all_parts_run_and_are_recorded_one_by_one(tmp_path, models, capsys, mon
         "decode, 1 row",
         "decode, 2 rows",
         "decode, 8 rows",
+        "decode without adapter, 1 row",
+        "decode without adapter, 2 rows",
+        "decode without adapter, 8 rows",
     ]
     assert [row["what"] for row in parts["tenants"]["rows"]] == [
         "decode, 8 rows, 1 adapter",

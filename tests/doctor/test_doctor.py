@@ -17,6 +17,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 
+from planish.commands import doctor as command
 from planish.commands.cli import main
 from planish.doctor import acceleration, busy, examination, preparation, software, storage
 from planish.doctor.busy import Load, measure_load
@@ -33,7 +34,7 @@ from planish.engine.numerics import Numerics
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
 from planish.model.kernels.cpp.build import BuildError
-from planish.model.kernels.verdicts import Verdict
+from planish.model.kernels.verdicts import Verdict, verdict_file, write_verdicts
 from planish.model.sources import DEFAULT_MODEL
 from planish.processes import threads
 from planish.sandbox import Sandbox, SandboxUnavailableError
@@ -319,11 +320,11 @@ def test_a_damaged_file_of_verdicts_is_made_again(here, monkeypatch):
     monkeypatch.setenv("PLANISH_HOME", str(here / "another"))
     asked = []
 
-    def passed(path, families):
-        asked.append(path)
-        return [Verdict(family, True) for family in families], True
+    def passed(families, request_for, *_):
+        asked.append(request_for(families, ())["library"])
+        return [Verdict(family, True) for family in families]
 
-    monkeypatch.setattr("planish.model.kernels.cpp.self_test._run", passed)
+    monkeypatch.setattr("planish.model.kernels.cpp.self_test.run_self_test", passed)
     acceleration.ops.load_library.cache_clear()
     try:
         for damage in ("", "{", '[{"family": 1}]'):
@@ -335,7 +336,29 @@ def test_a_damaged_file_of_verdicts_is_made_again(here, monkeypatch):
         assert "passed: " in by_name(acceleration._cpu_kernel_findings())["cpu_self_test"].text
     finally:
         acceleration.ops.load_library.cache_clear()
-    assert list(map(str, asked)) == [str(library)] * 3
+    assert asked == [str(library)] * 3
+
+
+def test_retest_deletes_the_stored_verdicts(here, monkeypatch):
+    monkeypatch.setenv("PLANISH_HOME", str(here / "another"))
+    path = verdict_file(here / "another" / "kernels", "gpu", "key")
+    write_verdicts(path, [Verdict("lora", False, "wrong result: x")])
+    library = path.with_name("kernels-1.so")
+    library.touch()
+    monkeypatch.setattr(command, "examine", lambda options: Report((), 0.0))
+    assert main(["doctor"]) == 0
+    assert path.exists()
+    assert main(["doctor", "--retest"]) == 0
+    assert not path.exists()
+    assert library.exists()
+
+
+def test_retest_names_the_directory_that_cannot_be_changed(here, monkeypatch, capsys):
+    monkeypatch.setenv("PLANISH_HOME", str(here / "another"))
+    blocked = here / "another" / "kernels" / "verdicts-gpu-1.json"
+    blocked.mkdir(parents=True)  # a directory cannot be deleted as a file
+    assert main(["doctor", "--retest"]) == 1
+    assert str(blocked.parent) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fails", ["one family", "all families", "the compiler"])

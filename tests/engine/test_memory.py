@@ -23,6 +23,7 @@ from planish.model.decoder import Decoder
 from planish.model.fp8_config import Fp8Config
 from planish.model.kernels.choose import choose_backend, reference_backend
 from planish.model.kv_cache import max_pool_bytes
+from planish.model.quantization import DEQUANTIZATION_BYTES
 from planish.model.weight_sizes import (
     linear_bytes,
     mxfp4_bytes,
@@ -337,6 +338,32 @@ def test_a_cpu_rejects_only_weights_larger_than_its_memory(shaped, machine):
     assert found.sampler.kv_cache_bytes == 4096 * 2 * 36 * 8 * 128 * 2
 
 
+def test_the_longest_trainable_sequence_fits_the_gpu(shaped, gpu):
+    """Beside 8B in bf16, 24 GB are enough for one sequence of about two thousand tokens."""
+    large, backend = shaped("Qwen3-8B"), None
+    config = json.loads((large / "config.json").read_text()) | {"max_position_embeddings": 40_960}
+    (large / "config.json").write_text(json.dumps(config))
+    for total, at_least, at_most in ((23.6 * GIB, 1000, 3000), (79.2 * GIB, 20_000, 40_960)):
+        usable = gpu(total)
+        (found,) = claims([large])
+        longest = found.trainer.max_sequence_tokens
+        assert longest is not None
+        assert at_least <= longest <= at_most
+        backend = backend or reference_backend(
+            ModelConfig.from_directory(large), torch.bfloat16, torch.device("cuda:0")
+        )
+        rest = usable - found.weight_bytes - found.adapter_bytes
+        assert found.trainer.reserved_bytes(backend, longest) <= rest
+        if longest < backend.config.max_context:
+            assert found.trainer.reserved_bytes(backend, longest + 1) > rest
+
+
+def test_a_cpu_limits_no_sequence(shaped, machine):
+    machine(23 * GIB)
+    (found,) = claims([shaped("Qwen3-8B")], device="cpu")
+    assert found.trainer.max_sequence_tokens is None
+
+
 def test_control_groups_limit_main_memory(tmp_path):
     """Version 2 has limits of the process's group and its parents; version 1 has a memory
     controller.
@@ -485,7 +512,8 @@ def test_the_memory_plan_of_an_fp8_checkpoint(tmp_path, machine, gpu):
     assert plan.weight_bytes == copies * kept + codes + 2 * (copies - 1) * linears
     gpu(24 * GIB)
     plan = DeviceMemory(EngineSettings()).claim(tmp_path)
-    assert plan.weight_bytes == kept + codes + 2 * 2 * max(map(prod, shapes))
+    gate_up = 2 * 2 * max(map(prod, shapes))
+    assert plan.weight_bytes == kept + codes + gate_up + DEQUANTIZATION_BYTES
 
 
 def test_the_memory_plan_counts_the_codes_of_an_mxfp4_checkpoint_once(tmp_path, machine):

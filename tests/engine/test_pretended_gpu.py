@@ -20,12 +20,14 @@ from test_sampler import request, tokens
 
 from planish.engine import base_models
 from planish.engine.base_models import BaseModel
-from planish.engine.gpu_kernel_checks import case_of, check
+from planish.engine.kernel_check.gpu import check_family
 from planish.engine.memory import DeviceMemory
 from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner, DecodeStep, GraphRecorder
 from planish.engine.sampling.model_runner import EagerRunner
 from planish.engine.settings import EngineSettings
 from planish.engine.training.adapters import Adapter
+from planish.model.config import ModelConfig
+from planish.model.kernels.self_test_process import WrongResultError
 from planish.model.kernels.triton.families import FAMILIES
 from planish.model.kernels.verdicts import Verdict
 from planish.model.lora import LoraLayout
@@ -220,8 +222,8 @@ def test_a_captured_step_is_checked_against_its_eager_run(
     directory = tiny_model(
         tmp_path, family="qwen3", layers=1, heads=2, kv_heads=1, hidden_size=32, intermediate=32
     )
-    case = case_of(directory, torch.bfloat16, GPU)
-    assert check("graphs", case).reason == ""
+    config = ModelConfig.from_directory(directory)
+    check_family("graphs", config, torch.bfloat16, GPU)
 
     def recorded_once(_: GraphRecorder, step: DecodeStep) -> DecodeStep:
         """Return a graph that ignores changes of the tables."""
@@ -229,7 +231,8 @@ def test_a_captured_step_is_checked_against_its_eager_run(
         return lambda: out  # type: ignore[return-value]
 
     monkeypatch.setattr(GraphRecorder, "record", recorded_once)
-    assert check("graphs", case).reason.startswith("wrong result: ")
+    with pytest.raises(WrongResultError, match="of a recorded step"):
+        check_family("graphs", config, torch.bfloat16, GPU)
 
 
 def adapted(base: BaseModel, lora: LoraConfig) -> Adapter:

@@ -1,21 +1,31 @@
 """Quantized weights follow the definitions of their schemes; sizes follow the formulas."""
 
 import math
+import weakref
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from backends import CONFIG
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from planish.errors import UserError
+from planish.model import quantization
 from planish.model.quantization import (
+    DEQUANTIZATION_BYTES,
     NF4_VALUES,
+    Fp8Weight,
     Int8Weight,
+    Mxfp4Weight,
     Nf4Weight,
+    QuantizedWeight,
     check_quantizable,
     dequantized,
     dynamic_values,
+    four_bit_values,
+    mxfp4_scales,
     quantize,
 )
 from planish.model.weight_sizes import SCHEMES, linear_bytes, quantized_shapes, weight_bytes
@@ -111,3 +121,68 @@ def test_nf4_rejects_widths_that_its_blocks_do_not_divide():
         check_quantizable(config, "nf4")
     check_quantizable(config, "int8")
     check_quantizable(config, None)
+
+
+def in_scheme(scheme: str, rows: int, fan_in: int) -> QuantizedWeight:
+    """Return random weights [rows, fan_in]."""
+    if scheme == "mxfp4":
+        codes = torch.randint(256, (rows, fan_in // 2)).to(torch.uint8)
+        return Mxfp4Weight(codes, torch.randint(110, 130, (rows, fan_in // 32)).to(torch.uint8))
+    weight = torch.randn(rows, fan_in)
+    if not scheme.startswith("fp8"):
+        return quantize(weight, scheme)
+    block = {"fp8": (16, 32), "fp8 per row": (1, fan_in), "fp8 per weight": (rows, fan_in)}[scheme]
+    scales = torch.rand(-(-rows // block[0]), -(-fan_in // block[1]))
+    return Fp8Weight(weight.to(torch.float8_e4m3fn), scales, block)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "nf4", "mxfp4", "fp8", "fp8 per row", "fp8 per weight"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_dequantized_in_parts_have_the_same_bits(scheme, dtype, monkeypatch):
+    """A row of nf4 has 3 scales here, so whole groups of 256 scales end every 256 rows."""
+    weights = [in_scheme(scheme, rows, 192) for rows in (300, 1, 777)]
+    whole = torch.cat([weight.dequantize(dtype) for weight in weights])
+    monkeypatch.setattr(quantization, "_DEQUANTIZED_AT_ONCE", 192 * 20)
+    assert torch.equal(dequantized(weights, dtype), whole)
+    assert torch.equal(dequantized(weights[2:], dtype), whole[301:])
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that torch operations create and that are still in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: Counter[tuple[int, int]] = Counter()
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)} - {
+            address for address, _ in self._counts
+        }
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            storage = tensor.untyped_storage()
+            key = (storage.data_ptr(), storage.nbytes())
+            if key[0] not in known:  # no view of a tensor from outside
+                self._counts[key] += 1
+                weakref.finalize(tensor, self._drop, key)
+        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self._counts))
+        return out
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        self._counts[key] -= 1
+        if not self._counts[key]:
+            del self._counts[key]
+
+
+@pytest.mark.parametrize("scheme", ["int8", "nf4", "mxfp4", "fp8"])
+def test_dequantizing_takes_no_more_memory_than_planned(scheme, monkeypatch):
+    """The plan has the result, and DEQUANTIZATION_BYTES for temporary tensors."""
+    at_once = 1 << 14
+    monkeypatch.setattr(quantization, "_DEQUANTIZED_AT_ONCE", at_once)
+    weights = [in_scheme(scheme, 512, 256) for _ in range(2)]
+    four_bit_values(type(weights[0]), torch.device("cpu")), mxfp4_scales(), dynamic_values()
+    with _LiveBytes() as counted:
+        out = dequantized(weights, torch.bfloat16)
+    planned = DEQUANTIZATION_BYTES // (1 << 23) * at_once
+    assert out.nbytes < counted.peak <= out.nbytes + planned

@@ -34,19 +34,33 @@ class Example:
 
 
 def read_examples(
-    data: Sequence[Datum], loss: Loss, loss_name: str, vocab_size: int, max_context: int
+    data: Sequence[Datum],
+    loss: Loss,
+    loss_name: str,
+    vocab_size: int,
+    max_context: int,
+    max_trainable_tokens: int | None = None,
 ) -> list[Example]:
     """Return the datums as arrays.
 
+    `max_trainable_tokens`: the longest sequence whose gradient fits into memory; None: no limit.
     Raise UserError or NonFiniteError for the first invalid datum. The error names the datum, its
     input and the remedy.
     """
     if not data:
         raise UserError("data is empty; give at least one Datum")
-    return [
+    examples = [
         _read_example(index, datum, loss, loss_name, vocab_size, max_context)
         for index, datum in enumerate(data)
     ]
+    for index, example in enumerate(examples):
+        if max_trainable_tokens is not None and example.tokens.size > max_trainable_tokens:
+            raise UserError(
+                f"data[{index}].model_input has {example.tokens.size:,} tokens, and beside this "
+                f"base model the GPU's memory is enough to train on {max_trainable_tokens:,}; "
+                "shorten the sequence, or quantize the base model (quantize='int8' or 'nf4')"
+            )
+    return examples
 
 
 def _read_example(

@@ -20,6 +20,7 @@ than M if several datums have the same target after a shared prefix, or with the
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,6 +60,10 @@ class TrainerSettings:
     recompute: bool = False
     """Whether every micro-batch uses activation checkpointing: only each layer's input is stored,
     and the backward pass recomputes the rest.
+    """
+    max_sequence_tokens: int | None = None
+    """The longest sequence whose backward pass fits into memory, if nothing but weights and
+    adapters takes memory beside it. None: the memory is unknown or shared, as on a CPU.
     """
 
     def __post_init__(self) -> None:
@@ -145,12 +150,20 @@ class TrainerSettings:
             + router_bytes
         )
 
-    def reserved_bytes(self, backend: Backend) -> int:
+    def reserved_bytes(self, backend: Backend, num_tokens: int | None = None) -> int:
         """Return the estimated bytes that forward and backward passes occupy, in use or cached.
 
         The estimate is `activation_bytes` plus 50% for fragmentation and temporary tensors.
         """
-        return self.activation_bytes(backend) * 3 // 2
+        return self.activation_bytes(backend, num_tokens) * 3 // 2
+
+    def longest_sequence(self, backend: Backend, num_bytes: float) -> int:
+        """Return the tokens of the longest sequence whose passes occupy at most `num_bytes`."""
+        return bisect_right(
+            range(1, backend.config.max_context + 1),
+            num_bytes,
+            key=lambda num_tokens: self.reserved_bytes(backend, num_tokens),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,18 +226,23 @@ class Trainer:
         self._max_cached_heap_bytes = settings.reserved_bytes(decoder.backend)
 
     def read_batch(
-        self, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | None = None
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: Mapping[str, float] | None = None,
+        forward_only: bool = False,
     ) -> TrainingBatch:
         """Return the datums as a batch for `run`. The method may be called from any thread.
 
-        Raise UserError (or a subclass) that names the first invalid argument or datum.
+        Raise UserError (or a subclass) that names the first invalid argument or datum. Unless
+        `forward_only`, a sequence that does not fit into memory is invalid.
         """
         loss = find_loss(loss_fn)
         loss_config = complete_config(loss_fn, config)
         model_config = self._decoder.config
-        examples = read_examples(
-            data, loss, loss_fn, model_config.vocab_size, model_config.max_context
-        )
+        max_trainable_tokens = None if forward_only else self.settings.max_sequence_tokens
+        sizes = (model_config.vocab_size, model_config.max_context, max_trainable_tokens)
+        examples = read_examples(data, loss, loss_fn, *sizes)
         return TrainingBatch(examples, loss_fn, loss, loss_config)
 
     def forward_backward(
@@ -241,7 +259,7 @@ class Trainer:
         `forward_only`.
         """
         try:
-            batch = self.read_batch(data, loss_fn, config)
+            batch = self.read_batch(data, loss_fn, config, forward_only)
         except BaseException as error:
             if not forward_only:
                 adapter.reject_next_step(error)

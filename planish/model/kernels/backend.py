@@ -96,6 +96,7 @@ class Backend:
         """`parts`: made for the same model, device, dtype and tiling. `use`: what they use."""
         self.config, self.dtype, self.device, self.tiling = config, dtype, device, tiling
         self.workspace_bytes = workspace_bytes
+        self.parts, self._use = parts, use
         self.name, self.families, self.torch_families = use.name, use.families, use.torch_families
         self.uses_compiled_kernels = use.uses_compiled_kernels
         self.supports_graph_runner = use.supports_graph_runner
@@ -118,7 +119,6 @@ class Backend:
         # The operations are attributes of the instance. A call then costs no more than a call of
         # the part's own method, which matters in a decoding step of a small model.
         matmuls, lora = parts.matmuls, parts.lora
-        self._matmuls = matmuls
         self.needs_adjacent_weights = matmuls.needs_adjacent_weights
         self.weight_copies = matmuls.weight_copies
         self.can_pack, self.pack = matmuls.can_pack, matmuls.pack
@@ -148,7 +148,6 @@ class Backend:
         self.decode_attention = attention.decode_attention
         self.tree_recurrence = recurrences.tree_recurrence
         self.sequence_recurrence = recurrences.sequence_recurrence
-        self._decode_passes = parts.decode_passes
 
         head, log_sum_exp, sampling = parts.head, parts.log_sum_exp, parts.sampling
         self.logits_dtype, self.head_rows = head.logits_dtype, head.head_rows
@@ -163,7 +162,7 @@ class Backend:
     @property
     def num_dequantized_weights(self) -> int:
         """The number of quantized weights that are packed dequantized (see `Matmuls`)."""
-        return self._matmuls.num_dequantized_weights
+        return self.parts.matmuls.num_dequantized_weights
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -172,4 +171,10 @@ class Backend:
 
     def decode_pass(self, decoder: DecoderWeights) -> ForwardPass | None:
         """Return a faster forward pass for decoding steps, or None (see `DecodePasses`)."""
-        return None if self._decode_passes is None else self._decode_passes.decode_pass(decoder)
+        passes = self.parts.decode_passes
+        return None if passes is None else passes.decode_pass(decoder)
+
+    def with_parts(self, parts: Parts) -> Backend:
+        """Return a backend for the same model with other parts."""
+        given = (self.config, self.dtype, self.device, self.tiling)
+        return Backend(*given, parts, self._use, self.workspace_bytes)

@@ -31,7 +31,7 @@ from planish.model.kernels.cpp.lora import CppLora
 from planish.model.kernels.cpp.packing import CppPacker
 from planish.model.kernels.cpp.self_test import FAMILIES as CPP_FAMILIES
 from planish.model.kernels.device import Device
-from planish.model.kernels.interface import WeightPacker
+from planish.model.kernels.interface import Attention, WeightPacker
 from planish.model.kernels.norms import CompiledNorms, SeparateQkNormRope
 from planish.model.kernels.reference.attentions import TorchAttention, score_bytes
 from planish.model.kernels.reference.delta_net import TorchRecurrences
@@ -223,10 +223,10 @@ def _triton_parts(
         packer = TritonPacker(dtype, packer)
     matmuls = FrozenMatmuls(packer, dtype, device, tilings)
     parts = _torch_parts(config, dtype, device, tilings, matmuls)
-    attention = TorchAttention(config, dtype, device, tilings)
+    attention: Attention = TorchAttention(config, dtype, device, tilings)
+    if tiling is None:
+        attention = TritonAttention(config, device, families, attention)
     parts = replace(parts, attention=attention)
-    if "tree attention" in families and tiling is None:
-        parts = replace(parts, attention=TritonAttention(device, attention))
     if "norms" in families:
         parts = replace(parts, norms=CompiledNorms(kernels, dtype))
     if "rope" in families:

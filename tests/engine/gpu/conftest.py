@@ -35,7 +35,7 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _kernels_serve_without_a_check(device, monkeypatch) -> None:
-    """These tests are about the kernels; test_gpu_kernel_checks.py is about the check."""
+    """These tests are about the kernels; test_gpu_check.py is about the check."""
     if device.type == "cuda":
         monkeypatch.setenv("PLANISH_KERNELS", "triton")
 

@@ -9,7 +9,8 @@ import torch
 from planish.engine.settings import head_shape, kernel_shapes
 from planish.model.config import ModelConfig
 from planish.model.kernels.triton.families import FAMILIES
-from planish.model.kernels.triton.self_test import Request, known_verdicts, run_checks, verdict_path
+from planish.model.kernels.triton.self_test import Request, run_checks, verdict_path
+from planish.model.kernels.verdicts import read_verdicts
 from planish.testing import tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +31,7 @@ NAMES = (
 @pytest.mark.parametrize("name", SHAPES)
 def test_all_families_pass(tmp_path: Path, device: torch.device, name: str, dtype: str):
     if device.type == "cpu":
-        pytest.skip("tests/engine/test_gpu_kernel_checks.py has the check on a CPU")
+        pytest.skip("tests/engine/kernel_check/test_gpu_check.py has the check on a CPU")
     directory = tiny_model(tmp_path / "model", family="qwen3")
     config = json.loads((directory / "config.json").read_text())
     config |= dict(zip(NAMES, SHAPES[name], strict=True))
@@ -41,4 +42,4 @@ def test_all_families_pass(tmp_path: Path, device: torch.device, name: str, dtyp
     ]
     shapes = ModelConfig.from_directory(directory)
     heads = head_shape(shapes, getattr(torch, dtype))
-    assert not known_verdicts(verdict_path(kernel_shapes(shapes), heads, device))
+    assert not read_verdicts(verdict_path(kernel_shapes(shapes), heads, device))

@@ -670,6 +670,25 @@ def test_invalid_input_is_rejected_before_any_work(decoder, data, loss_fn: str, 
         trainer.read_batch(loss_data, loss_fn)
 
 
+def test_a_sequence_that_does_not_fit_into_memory_is_rejected_before_any_work(decoder):
+    settings = TrainerSettings(8, max_sequence_tokens=12)
+    trainer = Trainer(decoder, settings)
+    fits, too_long = (
+        datum_of(ModelInput.from_ints([1] * n), {"target_tokens": np.ones(n, np.int64)})
+        for n in (12, 13)
+    )
+    trainer.read_batch([fits], "cross_entropy")
+    message = r"data\[1\]\.model_input has 13 tokens, .* memory is enough to train on 12; shorten"
+    with pytest.raises(UserError, match=message):
+        trainer.read_batch([fits, too_long], "cross_entropy")
+    # A forward pass alone stores no activations.
+    trainer.read_batch([too_long], "cross_entropy", forward_only=True)
+    backend = decoder.backend
+    longest = settings.longest_sequence(backend, settings.reserved_bytes(backend, 12))
+    assert longest == 12
+    assert settings.longest_sequence(backend, 1e15) == decoder.config.max_context
+
+
 def test_input_of_other_servers_is_accepted_or_rejected_with_a_remedy(decoder):
     trainer, data = new_trainer(decoder), group_datums(0)[:1]
     inputs = data[0].loss_fn_inputs

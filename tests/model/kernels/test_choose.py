@@ -50,10 +50,10 @@ def test_torch_computes_the_families_that_failed_and_no_others(library, monkeypa
 
 @pytest.mark.parametrize("failed", ["matmul", "lora", "decode", "attention"])
 def test_a_decoding_step_is_one_call_only_with_all_of_its_families(library, monkeypatch, failed):
-    assert fastest_backend(CONFIG, torch.float32, CPU)._decode_passes is not None
+    assert fastest_backend(CONFIG, torch.float32, CPU).parts.decode_passes is not None
     monkeypatch.setattr(library, "torch_families", frozenset({failed}))
     backend = fastest_backend(CONFIG, torch.float32, CPU)
-    assert backend._decode_passes is None
+    assert backend.parts.decode_passes is None
     assert backend.uses_compiled_kernels == (failed == "decode")
     assert backend.packs_layer_adapters == (failed not in ("matmul", "lora"))
     assert backend.can_pack(64, 64) == (failed != "matmul")

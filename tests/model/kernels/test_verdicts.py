@@ -1,13 +1,15 @@
 """Files with the verdicts of self-tests."""
 
 import multiprocessing
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from planish.model.kernels.verdicts import (
     Verdict,
-    describe_exit,
+    delete_verdicts,
+    load_verdicts,
     read_verdicts,
     verdict_file,
     write_verdicts,
@@ -92,7 +94,47 @@ def test_a_reader_never_sees_a_partial_file(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def test_exit_statuses_are_described_in_words() -> None:
-    assert describe_exit(-4) == "illegal instruction in the self-test"
-    assert describe_exit(-11) == "segmentation fault in the self-test"
-    assert describe_exit(1) == "exit status 1 of the self-test"
+LASTING = [Verdict("matmul", True), Verdict("norms", False, "wrong result: differs")]
+PASSING = [
+    Verdict("lora", False, "killed in the self-test"),
+    Verdict("rope", False, "OSError: [Errno 28] No space left on device"),
+]
+
+
+def test_only_passed_and_wrong_results_are_stored(tmp_path: Path) -> None:
+    path = tmp_path / "verdicts-cpu-1.json"
+    families = [verdict.family for verdict in (*LASTING, *PASSING)]
+    tested: list[list[str]] = []
+
+    def test(missing: Sequence[str], known: Mapping[str, Verdict]) -> list[Verdict]:
+        tested.append(list(missing))
+        assert set(known).isdisjoint(missing)
+        return [verdict for verdict in (*LASTING, *PASSING) if verdict.family in missing]
+
+    for _ in range(2):
+        assert load_verdicts(path, families, test) == [*LASTING, *PASSING]
+        assert read_verdicts(path) == LASTING
+    assert tested == [families, ["lora", "rope"]]
+
+
+def test_verdicts_on_families_of_other_models_stay(tmp_path: Path) -> None:
+    path = tmp_path / "verdicts-gpu-1.json"
+    write_verdicts(path, LASTING)
+    found = load_verdicts(path, ["swiglu"], lambda missing, known: [Verdict("swiglu", True)])
+    assert found == [Verdict("swiglu", True)]
+    assert read_verdicts(path) == [*LASTING, *found]
+
+
+def test_no_file_is_written_without_a_lasting_verdict(tmp_path: Path) -> None:
+    path = tmp_path / "verdicts-gpu-1.json"
+    load_verdicts(path, ["lora"], lambda missing, known: PASSING[:1])
+    assert not path.exists()
+
+
+def test_all_stored_verdicts_are_deleted(tmp_path: Path) -> None:
+    for kind in ("cpu", "gpu"):
+        write_verdicts(verdict_file(tmp_path, kind, "key"), VERDICTS)
+    (tmp_path / "kernels-1.so").touch()
+    assert delete_verdicts(tmp_path) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["kernels-1.so"]
+    assert delete_verdicts(tmp_path / "missing") == 0

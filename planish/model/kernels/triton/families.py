@@ -35,6 +35,8 @@ _OF_HEADS = ("attention", "tree attention", "lora", "graphs")
 """The families that need a supported head size: the attention kernels, and the families that are
 used only together with them.
 """
+_OF_GRAPH_RUNNER = ("lora", "graphs")
+"""The families that only the runner of cuda_graph_runner.py uses."""
 
 
 def supported_families(config: ModelConfig, *, is_quantized: bool = True) -> tuple[str, ...]:
@@ -50,14 +52,10 @@ def supported_families(config: ModelConfig, *, is_quantized: bool = True) -> tup
     elif config.hf is not None:
         # A CUDA graph cannot contain modelling code that waits for the GPU.
         excluded = ("attention", "lora", "graphs")
-    elif config.delta_net is not None:
-        # The sampler's runner for these families does not support recurrent states. The trainer
-        # does not use that runner, so "tree attention" is not excluded.
-        excluded = ("attention", "lora", "graphs")
-    elif config.num_experts:
-        # The number of rows of each expert is known only when the layer runs. So a CUDA graph
-        # cannot contain experts.
-        excluded = ("lora", "graphs")
+    elif config.delta_net is not None or config.num_experts:
+        # The runner with CUDA graphs does not support recurrent states. It does not support experts
+        # either, because the number of rows of each expert is known only when the layer runs.
+        excluded = _OF_GRAPH_RUNNER
     if config.hf is not None:
         excluded += ("norms", "rope", "swiglu")
     if not is_quantized:

@@ -12,13 +12,15 @@ part is made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from planish.model.config import ModelConfig
 from planish.model.kernels.interface import (
     Activations,
     Attend,
@@ -27,11 +29,16 @@ from planish.model.kernels.interface import (
     WeightPacker,
 )
 from planish.model.kernels.linear import PackedQuantizedWeight, PackedWeight
+from planish.model.kernels.reference.adapter_stacks import ROWS
 from planish.model.kernels.reference.token_sampling import sample_from_weights
+from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
 from planish.model.kernels.triton.tree_attention import TritonTreeAttention
-from planish.model.kv_cache import KVPools, PrefillSpan, SlotOwner
+from planish.model.kv_cache import KVPools, KVSpec, PrefillSpan, SlotOwner
 from planish.model.prefix_tree import MicroBatch
 from planish.model.quantization import QuantizedWeight
+
+_MIN_DECODE_ROWS = 64
+"""The minimum number of rows for which `TritonAttention` allocates the tables of decoding steps."""
 
 
 def elementwise_kernels() -> Any:
@@ -80,25 +87,38 @@ class TritonActivations:
 
 
 class TritonAttention:
-    """The attention of the trainer (see `Attention`).
+    """The attention of trainer and sampler (see `Attention`).
 
-    The sampler's attention kernels belong to the runner of cuda_graph_runner.py. A sampler without
-    this runner uses the fallback.
+    The sampler's kernels need tables of the slots. The runner of cuda_graph_runner.py has its own.
+    A sampler without this runner, as for a mixture of experts, uses the tables of this class.
     """
 
     attention_is_batch_invariant = False
 
-    def __init__(self, device: torch.device, fallback: Attention) -> None:
-        self._device, self._fallback = device, fallback
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        families: Collection[str],
+        fallback: Attention,
+    ) -> None:
+        """`families`: the families of kernels in use; `fallback` does the work of the others."""
+        self._config, self._device, self._fallback = config, device, fallback
         self.kv_dtype = fallback.kv_dtype
+        self._has_tree, self._has_sampling = "tree attention" in families, "attention" in families
+        self._decode_tables: DecodeTables | None = None
 
     def tree_attention(self, micro_batch: MicroBatch) -> Attend:
         """Return the attention of a micro-batch of the trainer, with gradients."""
+        if not self._has_tree:
+            return self._fallback.tree_attention(micro_batch)
         return TritonTreeAttention(micro_batch, self._device)
 
     def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
-        """Return the fallback's attention of prompt rows."""
-        return self._fallback.prefill_attention(spans)
+        """Return the causal attention of prompt rows, which stores their keys and values."""
+        if not self._has_sampling or not spans:
+            return self._fallback.prefill_attention(spans)
+        return GpuPrefill(spans, self._pool_bases, self._config.num_heads)
 
     def decode_attention(
         self,
@@ -107,8 +127,23 @@ class TritonAttention:
         sample_pools: KVPools,
         row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> Attend:
-        """Return the fallback's attention of a decoding step."""
-        return self._fallback.decode_attention(first_rows, prompt_pools, sample_pools, row_counts)
+        """Return the attention of a decoding step, valid until the next call."""
+        given = (first_rows, prompt_pools, sample_pools, row_counts)
+        if not self._has_sampling or not first_rows:
+            return self._fallback.decode_attention(*given)
+        counts = row_counts or {}
+        # Padding rows may follow the last sample.
+        num_rows = max(row + counts.get(sample, 1) for sample, row in first_rows.items()) + ROWS
+        if self._decode_tables is None or self._decode_tables.max_rows < num_rows:
+            max_rows = max(_MIN_DECODE_ROWS, 1 << (num_rows - 1).bit_length())
+            self._decode_tables = DecodeTables(self._pool_bases, max_rows, self._config.num_heads)
+        self._decode_tables.fill(*given)
+        return self._decode_tables
+
+    @cached_property
+    def _pool_bases(self) -> PoolBases:
+        spec = KVSpec.of(self._config, self.kv_dtype, self._device)
+        return PoolBases(spec, self._config.max_context)
 
 
 class TritonLogSumExp:

@@ -172,6 +172,7 @@ class DecodeTables:
         `q_heads`: the number of query heads Hq.
         """
         kernels, shape, device = _kernels(), bases.shape, bases.shape.device
+        self.max_rows = max_rows
         self._bases, self._heads = bases, _heads(shape, q_heads)
         multiprocessors = _common().multiprocessors(device, _INTERPRETER_MULTIPROCESSORS)
         self._programs = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
@@ -239,6 +240,7 @@ class DecodeTables:
     ) -> Tensor:
         """Return the attention output [T, Hq, E] (see `Attend`)."""
         assert sinks is None, "the kernels have no attention sinks"
+        assert len(q) <= self.max_rows
         kernels, bases = _kernels(), self._bases.table[layer]
         kernels.keep(self._heads, self._work.rows, bases, k, v)
         return kernels.decode(self._heads, self._work, bases, q, self._programs)

@@ -1,25 +1,22 @@
 """Test the Triton kernels on this machine's GPU before they are used, and store the verdicts.
 
-The tests run in a separate process (engine/gpu_kernel_checks.py), because an illegal memory access
+The tests run in a separate process (engine/kernel_check/gpu.py), because an illegal memory access
 destroys the CUDA context of its process, and a kernel may hang. They run once for each combination
 of GPU, driver, torch, Triton, kernel sources and model shapes. kernels/choose.py then uses the
 families that passed. torch replaces all other families, and one warning gives the reason.
 
-The verdict is stored if a family passed or gave wrong results. A failure that the user can remedy,
-such as a missing compiler or too little memory, is not stored, so the next start tests again.
+kernels/verdicts.py says which verdicts are stored.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import import_module
@@ -30,16 +27,11 @@ import torch
 
 from planish.files import cache_home
 from planish.model.kernels.cpp import ops
+from planish.model.kernels.self_test_process import run_self_test
 from planish.model.kernels.triton.families import FAMILIES, HeadShape, has_triton
-from planish.model.kernels.verdicts import (
-    Verdict,
-    describe_exit,
-    read_verdicts,
-    verdict_file,
-    write_verdicts,
-)
+from planish.model.kernels.verdicts import WRONG_RESULT, Verdict, load_verdicts, verdict_file
 
-CHECKER = (sys.executable, "-m", "planish.engine.gpu_kernel_checks")
+CHECKER = (sys.executable, "-m", "planish.engine.kernel_check.gpu")
 SECONDS = 600
 """The time limit of a test process in seconds.
 
@@ -48,12 +40,18 @@ Compilation takes one to two minutes, or longer on a busy machine.
 _PACKAGE = Path(__file__).parents[3]
 _SOURCES = (
     "model/kernels/triton/*.py",
-    "engine/gpu_kernel_checks.py",
+    "engine/kernel_check/*.py",
     "engine/sampling/cuda_graph_runner.py",
 )
 _COMPILER = ("c compiler", "python.h", "gcc", "clang")
 """Lower-case words in Triton's errors which show that its launcher could not be compiled."""
 _MEMORY = ("out of memory", "outofmemory")
+_EXCLUSIVE = ("busy or unavailable",)
+"""CUDA's error if another process has the GPU in exclusive-process mode. The self-test is a second
+process on the GPU, beside planish itself.
+"""
+_UNWRITABLE = ("no space left", "permission denied", "read-only file system", "disk quota")
+_CONCERNS_ALL = (*_COMPILER, *_EXCLUSIVE, *_UNWRITABLE)
 
 _logger = logging.getLogger(__name__)
 
@@ -90,20 +88,17 @@ def check_kernels(
         verdicts = [Verdict(family, False, "Triton is not installed") for family in families]
     else:
         name = torch.cuda.get_device_name(device)
-        path = verdict_path(shapes, heads, device)
-        # Another model with the same shapes may share the file. So the file may have verdicts on
-        # families that do not support this model.
-        known = known_verdicts(path)
-        missing = [family for family in families if family not in {v.family for v in known}]
-        if missing:
+        dtype = str(heads.dtype).removeprefix("torch.")
+
+        def test(missing: Sequence[str], _: Mapping[str, Verdict]) -> list[Verdict]:
             _logger.info(
                 "compiling and checking GPU kernels for %s; this takes about a minute, once", name
             )
-            dtype = str(heads.dtype).removeprefix("torch.")
-            request = Request(str(directory), dtype, str(device), missing)
-            known += run_checks(request)
-            write_verdicts(path, filter(is_lasting, known))
-        verdicts = [verdict for verdict in known if verdict.family in families]
+            return run_checks(Request(str(directory), dtype, str(device), missing))
+
+        # Another model with the same shapes may share the file. So the file may have verdicts on
+        # families that do not support this model.
+        verdicts = load_verdicts(verdict_path(shapes, heads, device), families, test)
     warning = warning_of(verdicts)
     if warning:
         _logger.warning("%s", warning)
@@ -126,101 +121,21 @@ def verdict_path(shapes: Collection[Any], heads: HeadShape, device: torch.device
     )
 
 
-def known_verdicts(path: Path) -> list[Verdict]:
-    """Return the stored verdicts; an empty list if the file is missing or damaged."""
-    return [verdict for verdict in read_verdicts(path) or [] if verdict.family in FAMILIES]
-
-
 def run_checks(
     request: Request, command: Sequence[str] = CHECKER, seconds: float = SECONDS
 ) -> list[Verdict]:
     """Test the families of the request and return one verdict for each.
 
-    If the test process crashes or hangs, the family that it was testing fails, and a new process
-    tests the remaining families. `seconds`: the time limit of each process.
+    `seconds`: the time limit of each test process.
     """
-    left, verdicts = list(request.families), list[Verdict]()
-    while left:
-        found = _run(
-            Request(request.directory, request.dtype, request.device, left), command, seconds
-        )
-        verdicts += found
-        left = [family for family in left if family not in {v.family for v in found}]
-        if found and left and _names(found[-1].reason, _COMPILER):
-            # No family can be compiled.
-            verdicts += [Verdict(family, False, found[-1].reason) for family in left]
-            break
-    order = {family: place for place, family in enumerate(request.families)}
-    return sorted(verdicts, key=lambda verdict: order[verdict.family])
-
-
-def _run(request: Request, command: Sequence[str], seconds: float) -> list[Verdict]:
-    """Run one test process and return its verdicts, at least one."""
-    # The parent may have added planish's directory only to its sys.path, which the test process
-    # does not inherit.
-    paths = [str(_PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "PLANISH_KERNELS": "triton",
-        "PLANISH_GRAPHS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-    except OSError as error:
-        return [
-            Verdict(family, False, f"cannot be started: {error}") for family in request.families
-        ]
-    ended = ""
-    try:
-        out, errors = process.communicate(json.dumps(asdict(request)), timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, errors = process.communicate()
-        ended = f"timeout: no verdict within {seconds:.0f} seconds"
-    verdicts, begun = _read(out)
-    verdicts = [verdict for verdict in verdicts if verdict.family in request.families]
-    known = {verdict.family for verdict in verdicts}
-    if len(known) < len(request.families) and (process.returncode != 1 or begun not in known):
-        # The process ended during the test of a family, or before the first test.
-        said = errors.strip().splitlines()
-        ended = ended or describe_exit(process.returncode) + (f": {said[-1]}" if said else "")
-        failed = [family for family in request.families if family == begun]
-        if not failed:
-            failed, ended = list(request.families), f"the self-test cannot be started: {ended}"
-        verdicts += [Verdict(family, False, ended) for family in failed if family not in known]
-    return verdicts
-
-
-def _read(out: str) -> tuple[list[Verdict], str | None]:
-    """Return the verdicts in the output of a test process, and the family that it began last.
-
-    Other lines are ignored, because libraries may print too.
-    """
-    verdicts, begun = [], None
-    for line in out.splitlines():
-        try:
-            said = json.loads(line)
-            if "verdict" in said:
-                verdicts.append(Verdict(**said["verdict"]))
-            else:
-                begun = said["begin"]
-        except (ValueError, TypeError, KeyError):
-            continue
-    return verdicts, begun
-
-
-def is_lasting(verdict: Verdict) -> bool:
-    """Return whether to store the verdict. A failure that the user can remedy is not stored."""
-    mendable = _names(verdict.reason, (*_COMPILER, *_MEMORY, "timeout", "cannot be started"))
-    return verdict.passed or not mendable
+    return run_self_test(
+        request.families,
+        lambda remaining, verdicts: asdict(request),
+        command,
+        seconds,
+        {"PLANISH_KERNELS": "triton", "PLANISH_GRAPHS": "1"},
+        lambda reason: _names(reason, _CONCERNS_ALL),
+    )
 
 
 def warning_of(verdicts: Sequence[Verdict]) -> str:
@@ -252,12 +167,25 @@ def remedy_of(reason: str) -> str:
         return "Install triton, which comes with torch for CUDA on Linux."
     if _names(reason, _MEMORY):
         return "End other programs on the GPU and start again."
+    if _names(reason, _EXCLUSIVE):
+        return (
+            "Set the GPU's compute mode to DEFAULT (nvidia-smi -c 0), or end other programs on the "
+            "GPU, and start again: the self-test is a second process on the GPU."
+        )
+    if _names(reason, _UNWRITABLE):
+        return (
+            "Make Triton's cache (TRITON_CACHE_DIR, by default ~/.triton) and the directory for "
+            "temporary files writable, with free space, and start again."
+        )
     if "timeout" in reason:
         return "Start again when the machine is less busy; PLANISH_KERNELS=torch skips the check."
-    return (
+    report = (
         "Results are right all the same; please report this, with the names of GPU and driver. "
         "PLANISH_KERNELS=torch skips the check."
     )
+    if reason.startswith(WRONG_RESULT):
+        return f"{report} `planish doctor --retest` tests again."
+    return f"The next start tests again. {report}"
 
 
 def has_compiler() -> bool:

@@ -82,6 +82,11 @@ def _compile(module, case: Case, target: list) -> Resources:
     from triton.compiler import ASTSource
 
     kernel = getattr(module, case.kernel)
+    # Triton would take an argument without a type for a constant, and compile another kernel than
+    # the one that runs.
+    given = [*case.types, *case.constants]
+    if sorted(given) != sorted(kernel.arg_names):
+        raise ValueError(f"{case.kernel} takes {kernel.arg_names}, and the case has {given}")
     named = {name: case.types.get(name, "constexpr") for name in kernel.arg_names}
     aligned = {
         name for name, kind in case.types.items() if kind.startswith("*") or name in case.multiples

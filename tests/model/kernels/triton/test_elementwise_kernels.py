@@ -495,8 +495,8 @@ def test_tensors_with_more_than_2_31_entries_are_indexed_correctly(device):
 def launched(width: int, head_dim: int, vocab: int) -> list[Case]:
     """Return the kernel launches for a bf16 model of these sizes."""
     norm = {"x": "*fp32", "weight": "*fp32", "scale": "*fp32", "rows": "i32", "width": "i32"}
-    forth = norm | {"more": "*bf16", "eps": "fp32", "total": "*fp32", "out": "*bf16"}
-    back = norm | {"grad": "*bf16", "more": "*fp32", "out": "*fp32"}
+    forth = norm | {"residual": "*bf16", "eps": "fp32", "total": "*fp32", "out": "*bf16"}
+    back = norm | {"grad": "*bf16", "grad_total": "*fp32", "out": "*fp32"}
     turn = {
         "x": "*bf16",
         "stride": "i32",
@@ -519,27 +519,34 @@ def launched(width: int, head_dim: int, vocab: int) -> list[Case]:
     split = own._split(torch.empty(0, vocab))
     splits = -(-vocab // split)
     rows = {"SPLITS": splits, "SPLIT_BLOCK": own.power_of_two(splits), "BLOCK": split}
+    sizes = {"width": width, "vocab": vocab, "half": half, "stride": 3 * head_dim}
+
+    def case(kernel: str, types: dict, constants: dict, warps: int = 4) -> Case:
+        # Triton compiles another kernel for integers that are multiples of 16.
+        multiples = tuple(name for name in types if sizes.get(name, 1) % 16 == 0)
+        return Case(kernel, types, constants, warps, multiples=multiples)
+
     return [
-        Case("_rms_norm", forth, tile, warps),
-        Case("_rms_norm_backward", back, tile, warps),
-        Case(
+        case("_rms_norm", forth, tile, warps),
+        case("_rms_norm_backward", back, tile, warps),
+        case(
             "_rotate",
             turn | {"count": "i32", "heads": "i32", "half": "i32"},
             {"GROUP": own._TILE // half, "BLOCK": half},
         ),
-        Case("_qk_norm_rope", heads, {"NORMED": True, "GROUP": own._TILE // half, "BLOCK": half}),
-        Case("_swiglu", gated, {"BLOCK": own._TILE}),
-        Case("_swiglu_backward", gated | {"grad": "*bf16"}, {"BLOCK": own._TILE}),
-        Case("_split_sums", sums, {"BLOCK": split}, split // 512),
-        Case("_row_sums", sums | {"out": "*fp32", "weights": "*fp32"}, rows, split // 512),
-        Case("_row_sums", sums | {"out": "*fp32"}, rows | {"weights": None}, 1),
-        Case(
+        case("_qk_norm_rope", heads, {"NORMED": True, "GROUP": own._TILE // half, "BLOCK": half}),
+        case("_swiglu", gated, {"BLOCK": own._TILE}),
+        case("_swiglu_backward", gated | {"grad": "*bf16"}, {"BLOCK": own._TILE}),
+        case("_split_sums", sums, {"BLOCK": split}, split // 512),
+        case("_row_sums", sums | {"out": "*fp32", "weights": "*fp32"}, rows, split // 512),
+        case("_row_sums", sums | {"out": "*fp32"}, rows | {"weights": None}, 1),
+        case(
             "_sample",
             {"weights": "*fp32", "uniforms": "*fp64", "out": "*i64", "vocab": "i32"},
             {"SPLITS": rows["SPLITS"], "BLOCK": split},
             split // 512,
         ),
-        Case(
+        case(
             "_normalizers_backward",
             row | pairs | {"temperature": "fp32"},
             {"BLOCK": split},
