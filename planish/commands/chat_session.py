@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from planish.commands.chat_sampler import Answer, ChatSampler, ShowFunction
 from planish.completers import derived_seed
+from planish.console.chat_sampler import Answer, ChatSampler, ShowFunction
 from planish.errors import StorageError, UserError
 
 HELP = """\

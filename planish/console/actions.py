@@ -1,5 +1,5 @@
 """What the console can do to runs, if it was started with --allow-actions: stop a run after its
-step, resume it, and replay its rollouts.
+step, resume it, replay its rollouts, and chat with its checkpoints.
 
 An action is a POST request with the key of the console's address, which the browser keeps in a
 cookie (app.py). Stopping writes a file into the run directory; the run saves a checkpoint and exits
@@ -8,29 +8,37 @@ with status 0. Resuming starts the command that the run has recorded.
 
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
 
 from planish import ServiceClient
 from planish.console.answers import BadRequest
 from planish.console.catalog import Catalog
+from planish.console.chat_sampler import Answer, ChatSampler, ShowFunction, create_chat_sampler
+from planish.console.metric_table import is_number
 from planish.console.recorded_command import recorded_command
-from planish.console.replay import client_for, replay
+from planish.console.replay import open_service, replay
 from planish.console.row_tail import Row
 from planish.console.run_reader import RunReader
 from planish.console.run_state import FINISHED, RUNNING
 from planish.runlog.run_directory import COMMAND, request_stop
+from planish.service import Service
 
+_MAX_CHAT_TOKENS = 4096
 OUTPUT = "resumed.log"
 """The file in the run directory that has the output of a resumed run."""
 
 
 class Actions:
-    """The actions of a console. Engines for replays stay open until `close`."""
+    """The actions of a console. Engines stay open until `close`."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._clients: dict[str, ServiceClient] = {}
+        self._services: dict[str, Service] = {}
+        self._samplers: dict[tuple[str, str], ChatSampler] = {}
         self._lock = threading.Lock()
 
     def by_name(self) -> Mapping[str, Callable[[Row], Row]]:
@@ -39,8 +47,8 @@ class Actions:
 
     def close(self) -> None:
         """Close the engines. Resumed runs keep running."""
-        for client in self._clients.values():
-            client.close()
+        for service in self._services.values():
+            service.close(finish=False)
 
     def stop(self, request: Row) -> Row:
         """Ask a run to stop after its step."""
@@ -87,7 +95,7 @@ class Actions:
                 *numbers,
                 split=str(request.get("split", "train")),
                 checkpoint=checkpoint,
-                service_client=self._client(reader),
+                service_client=ServiceClient(service=self._service(reader)),
             )
         return {
             "turns": [
@@ -101,17 +109,74 @@ class Actions:
             ]
         }
 
-    def _client(self, reader: RunReader) -> ServiceClient:
-        names = ("base_url", "quantize", "deterministic")
-        key = repr([reader.config.get(name) for name in names])
-        if key not in self._clients:
-            self._clients[key] = client_for(reader.config)
-        return self._clients[key]
+    def chat(self, request: Row) -> Iterator[Row]:
+        """Check a request, and return the parts of the answer of a checkpoint, or of the run's base
+        model if `model` is "". The last part says how the answer ended.
+        """
+        reader = self._run(request)
+        model = str(request.get("model") or reader.config.get("model_name", ""))
+        messages = request.get("messages")
+        if not isinstance(messages, list) or not all(map(_is_message, messages)) or not messages:
+            raise BadRequest('chat needs messages, each with a "role" and a "content"')
+        temperature, max_tokens = request.get("temperature", 0.7), request.get("max_tokens", 256)
+        if not is_number(temperature) or not 0 <= temperature <= 100:
+            raise BadRequest(f"temperature={temperature!r}: give a number from 0 to 100")
+        if type(max_tokens) is not int or not 1 <= max_tokens <= _MAX_CHAT_TOKENS:
+            raise BadRequest(f"max_tokens={max_tokens!r}: give 1 to {_MAX_CHAT_TOKENS}")
+        seed = request.get("seed")
+        if seed is not None and type(seed) is not int:
+            raise BadRequest(f"seed={seed!r}: give a whole number")
+        with self._lock:
+            sampler = self._sampler(reader, model)
+        return _parts(partial(sampler.answer, messages, temperature, max_tokens, seed))
+
+    def _sampler(self, reader: RunReader, model: str) -> ChatSampler:
+        service = self._service(reader)
+        key = (_service_key(reader), model)
+        if key not in self._samplers:
+            renderer = reader.config.get("renderer_name")
+            streams = not reader.config.get("base_url")
+            self._samplers[key] = create_chat_sampler(service, model, renderer, streams)
+        return self._samplers[key]
+
+    def _service(self, reader: RunReader) -> Service:
+        key = _service_key(reader)
+        if key not in self._services:
+            self._services[key] = open_service(reader.config)
+        return self._services[key]
 
     def _run(self, request: Row) -> RunReader:
         reader = self._catalog.run(str(request.get("run", "")))
         reader.refresh_metrics()
         return reader
+
+
+def _service_key(reader: RunReader) -> str:
+    names = ("base_url", "quantize", "deterministic")
+    return repr([reader.config.get(name) for name in names])
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(value.get(name), str) for name in ("role", "content")
+    )
+
+
+def _parts(answer: Callable[[ShowFunction], Answer]) -> Iterator[Row]:
+    """Run `answer` in a thread, and yield its parts as they are shown."""
+    parts: SimpleQueue[Row | None] = SimpleQueue()
+
+    def work() -> None:
+        try:
+            done = answer(lambda part: parts.put({"text": part.text, "reasoning": part.reasoning}))
+            parts.put({"num_tokens": done.num_tokens, "stop_reason": done.stop_reason})
+        except Exception as error:  # the page shows it
+            parts.put({"error": str(error)})
+        parts.put(None)
+
+    threading.Thread(target=work, name="planish-chat", daemon=True).start()
+    while (part := parts.get()) is not None:
+        yield part
 
 
 def _state(reader: RunReader) -> str:

@@ -18,7 +18,7 @@ import hashlib
 import hmac
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,12 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.responses import (
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -51,6 +56,7 @@ VIEWS = (
     "checkpoints",
     "findings",
     "options",
+    "chat",
 )
 CSP = "; ".join(
     (
@@ -123,6 +129,11 @@ def create_app(answers: Answers, actions: Actions | None = None, key: str = "") 
                 Route(f"/api/{name}", _action_endpoint(act, has_key), methods=["POST"])
                 for name, act in (actions.by_name() if actions is not None else {}).items()
             ),
+            *(
+                [Route("/api/chat", _action_endpoint(actions.chat, has_key), methods=["POST"])]
+                if actions is not None
+                else []
+            ),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
     )
@@ -154,8 +165,11 @@ def _data_endpoint(answer: Callable[[Parameters], Mapping[str, Any]]) -> Callabl
 
 
 def _action_endpoint(
-    act: Callable[[dict[str, Any]], Mapping[str, Any]], has_key: Callable[[Request], bool]
+    act: Callable[[dict[str, Any]], Mapping[str, Any] | Iterator[Mapping[str, Any]]],
+    has_key: Callable[[Request], bool],
 ) -> Callable:
+    """Return the endpoint of an action. A result in parts is streamed, one JSON object per line."""
+
     async def endpoint(request: Request) -> Response:
         if not has_key(request):
             text = "Open the console by the address that it printed, which has its key."
@@ -164,7 +178,11 @@ def _action_endpoint(
         if body is None:
             return _json({"error": "The request is not a JSON object."}, 400)
         try:
-            return _json(await run_in_threadpool(act, body), 200)
+            result = await run_in_threadpool(act, body)
+            if not isinstance(result, Mapping):
+                lines = (to_json(part) + b"\n" for part in result)
+                return StreamingResponse(lines, media_type="application/x-ndjson")
+            return _json(result, 200)
         except LookupError as error:
             return _json({"error": str(error.args[0] if error.args else error)}, 404)
         except (PlanishError, ValueError) as error:

@@ -26,7 +26,7 @@ _TEMPLATES = Environment(
     loader=PackageLoader("planish.console", "pages"), autoescape=True, undefined=StrictUndefined
 )
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([a-z]+)\.js";\n', re.MULTILINE)
-_EXPORT = re.compile(r"^export ((?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
+_EXPORT = re.compile(r"^export ((?:async )?(?:function\*?|const|class) (\w+))", re.MULTILINE)
 
 
 def export_page(answers: Answers, runs: Sequence[str], to_json: Callable[[Any], bytes]) -> str:

@@ -13,7 +13,7 @@ where the two policies part.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,15 @@ from typing import Any
 import numpy as np
 
 from planish import SamplingClient, ServiceClient
+from planish.client.local import connect, start_engine
+from planish.client.remote_connection import resolve_api_key
 from planish.completers import derived_seed
 from planish.console.rollout_table import Filter
 from planish.console.row_tail import Row
 from planish.console.run_reader import RunReader
 from planish.errors import CheckpointError, UserError
 from planish.runlog.run_directory import checkpoint_of
+from planish.service import Service
 from planish.types import ModelInput, SamplingParams
 
 
@@ -103,7 +106,7 @@ def replay(
     recorded = [(row, _texts(reader, row)) for row in rows]
     model = {"model_path": checkpoint} if checkpoint else weights_of_row(reader, rows[0])
     with ExitStack() as stack:
-        client = service_client or stack.enter_context(client_for(reader.config))
+        client = service_client or stack.enter_context(_client(reader.config))
         sampling_client = client.create_sampling_client(**model)
         temperature = _temperature(reader.config, split)
         pending = [
@@ -211,11 +214,23 @@ def _temperature(config: Mapping[str, Any], split: str) -> float:
     return config.get("temperature", 1.0) if evaluation is None else evaluation
 
 
-def client_for(config: Mapping[str, Any]) -> ServiceClient:
-    """Return a client of the run's server, or of an engine with the run's options."""
+def open_service(config: Mapping[str, Any]) -> Service:
+    """Return a connection to the run's server, or an engine with the run's options. The caller
+    closes it.
+    """
     if config.get("base_url"):
-        return ServiceClient(base_url=config["base_url"])
-    return ServiceClient(quantize=config.get("quantize"), deterministic=config.get("deterministic"))
+        return connect(config["base_url"], resolve_api_key(None), {})
+    options = {name: config.get(name) for name in ("quantize", "deterministic")}
+    return start_engine(None, None, options)
+
+
+@contextmanager
+def _client(config: Mapping[str, Any]) -> Iterator[ServiceClient]:
+    service = open_service(config)
+    try:
+        yield ServiceClient(service=service)
+    finally:
+        service.close(finish=False)
 
 
 def all_equal(turns: Sequence[ReplayedTurn]) -> bool:

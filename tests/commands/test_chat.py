@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from planish.commands import chat
-from planish.commands.chat_sampler import Answer, AnswerPart, ChatSampler, open_chat_sampler
 from planish.commands.chat_session import ChatSession, LineResult, SamplingOptions
 from planish.commands.cli import main
+from planish.console.chat_sampler import Answer, AnswerPart, ChatSampler, open_chat_sampler
 from planish.datasets.layouts import conversation_of
 from planish.errors import UserError
 from planish.recipes.chat_sl import Options

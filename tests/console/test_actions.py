@@ -64,7 +64,7 @@ def test_actions_need_the_key_of_the_address(http, tmp_path):
     run = f"{tmp_path.name}/a"
     assert not http.get("/api/actions").json()["allowed"]
     assert http.get("/", params={"key": "wrong"}).status_code == 200
-    for action in ("stop", "resume", "replay"):
+    for action in ("stop", "resume", "replay", "chat"):
         status, answer = act(http, action, run=run)
         assert status == 403
         assert "by the address that it printed" in answer["error"]
@@ -203,6 +203,48 @@ def test_a_replay_over_http_is_bit_equal(model, http, tmp_path, monkeypatch):
     assert status == 400
     assert "were not saved" in answer["error"]
     assert act(http, "replay", run=run, step="2", group=1)[0] == 400
+
+
+def chat(http: httpx2.Client, **request) -> list[dict]:
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, **request}
+    response = http.post("/api/chat", json=body, headers=OWN)
+    assert response.status_code == 200, response.text
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+@pytest.mark.slow
+def test_a_chat_streams_the_answer_of_a_checkpoint(model, http, tmp_path, monkeypatch):
+    monkeypatch.setenv("PLANISH_DATA", str(tmp_path / "data"))
+    with_key(http)
+    with ServiceClient() as client:
+        asyncio.run(main(config_of(model, tmp_path / "run"), client))
+    run = f"{tmp_path.name}/run"
+    final = read_rows(tmp_path / "run/checkpoints.jsonl")[-1]["sampler_path"]
+    first = chat(http, run=run, model=final, seed=1)
+    assert first[-1]["num_tokens"] == 8
+    assert first[-1]["stop_reason"] == "length"
+    assert "".join(part["text"] for part in first[:-1])
+    assert chat(http, run=run, model=final, seed=1) == first
+    assert chat(http, run=run, model="", seed=1)[-1]["num_tokens"] <= 8
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"messages": []}, "chat needs messages"),
+        ({"messages": [{"role": "user"}]}, "chat needs messages"),
+        ({"temperature": "hot"}, "temperature='hot'"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"seed": "x"}, "seed='x'"),
+    ],
+)
+def test_a_wrong_chat_is_rejected(http, tmp_path, wrong, message):
+    with_key(http)
+    write_run(tmp_path / "a", steps=1)
+    request = {"run": f"{tmp_path.name}/a", "messages": [{"role": "user", "content": "hi"}]}
+    status, answer = act(http, "chat", **{**request, **wrong})
+    assert status == 400
+    assert message in answer["error"]
 
 
 @pytest.mark.slow

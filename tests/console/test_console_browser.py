@@ -8,15 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from digit_env import DigitsBuilder
 from http_thread import serving_app
 from rollout_samples import NASTY, group, single
 from sample_runs import reward_curve, rl_metrics, write_run
 
+from planish import ServiceClient
+from planish.console.actions import Actions
 from planish.console.answers import Answers
 from planish.console.app import STATIC, create_app
 from planish.console.catalog import Catalog
 from planish.files import RowFile
+from planish.processes.interruption import run_coroutine
 from planish.rl.types import RolloutError
+from planish.testing import tiny_model
+from planish.training.rl_config import Config
+from planish.training.train_rl import main
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 PACKAGES = Path(sys.prefix) / "node_modules"
@@ -29,7 +36,7 @@ playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright i
 expect = playwright_api.expect
 expect.set_options(timeout=30_000)
 FIRST, SECOND = "runs/first", "runs/second"
-VIEWS = ("", "curves", "rollouts", "evaluations", "checkpoints", "findings", "options")
+VIEWS = ("", "curves", "rollouts", "evaluations", "checkpoints", "findings", "options", "chat")
 
 
 def cut_off_after_40(step: int, num_steps: int) -> dict[str, float]:
@@ -369,7 +376,7 @@ def test_no_view_has_serious_faults_of_accessibility(browser, url, scheme):
     for view in (*VIEWS, "group"):
         found.page.goto(f"{url}/{view}?run={FIRST}&split=train&step=12&group=1" if view else url)
         expect(found.page.locator("main")).not_to_have_attribute("aria-busy", "true")
-        expect(found.page.locator("main :is(h1, canvas)").first).to_be_visible()
+        expect(found.page.locator("main :is(h1, canvas, .notice)").first).to_be_visible()
         found.page.evaluate(axe.read_text())
         result = found.page.evaluate("axe.run()")
         serious = [
@@ -385,7 +392,7 @@ def test_every_view_fits_a_phone(browser, url):
     found = Watched(browser, viewport={"width": 390, "height": 844}, has_touch=True)
     for view in (*VIEWS, "group"):
         found.page.goto(f"{url}/{view}?run={FIRST}&split=train&step=12&group=1" if view else url)
-        expect(found.page.locator("main :is(h1, canvas)").first).to_be_visible()
+        expect(found.page.locator("main :is(h1, canvas, .notice)").first).to_be_visible()
         assert found.page.evaluate("document.documentElement.scrollWidth") <= 390, view
     found.close()
 
@@ -426,6 +433,43 @@ def test_a_run_of_100_000_rows_is_drawn(own):
             file.write(json.dumps({"step": step, **rl_metrics(step, 100_000)}) + "\n")
     page.goto(f"{url}/curves?run=own/long")
     expect(panel(page, REWARD).locator(".readout")).to_contain_text("last, step 99999")
+
+
+def test_replay_and_chat_on_the_page(page, tmp_path, monkeypatch):
+    """A run of a real engine: its rollouts are sampled again, and its checkpoint answers."""
+    monkeypatch.setenv("PLANISH_DATA", str(tmp_path / "data"))
+    config = Config(
+        learning_rate=1e-2,
+        dataset_builder=DigitsBuilder(batches=2),
+        model_name=str(tiny_model(tmp_path / "tiny")),
+        lora_rank=4,
+        max_tokens=6,
+        log_path=str(tmp_path / "own/run"),
+        eval_every=0,
+        save_every=0,
+    )
+    with ServiceClient() as client:
+        run_coroutine(main(config, client))
+    catalog = Catalog([tmp_path / "own"])
+    actions = Actions(catalog)
+    with serving_app(create_app(Answers(catalog), actions, "key")) as url:
+        page.goto(f"{url}/?key=key")
+        page.goto(f"{url}/group?run=own/run&split=train&step=0&group=0")
+        page.get_by_role("button", name="Replay").click()
+        expect(page.locator(".replay")).to_contain_text("bit-equal: all 4 answers")
+        page.get_by_label("weights of the replay").select_option(index=1)
+        page.get_by_role("button", name="Replay").click()
+        expect(page.locator(".replay")).to_contain_text("answers are bit-equal")
+        expect(page.locator(".differs").first).to_be_visible()
+        page.goto(f"{url}/chat?run=own/run&second=")
+        page.get_by_label("Most tokens").fill("8")
+        page.get_by_label("message").fill("hello")
+        page.keyboard.press("Enter")
+        expect(page.locator(".message.assistant")).to_have_count(2)
+        expect(page.locator(".message.assistant").first).to_contain_text("8 tokens, ended: length")
+        expect(page.locator(".message.assistant").last).to_contain_text("8 tokens, ended: length")
+        page.goto("about:blank")
+    actions.close()
 
 
 def test_the_chart_library_is_the_published_one():

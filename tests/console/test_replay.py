@@ -123,7 +123,7 @@ def test_logprobs_of_another_machine_are_told_from_other_tokens():
 
 @pytest.mark.slow
 def test_the_command_compares_a_group(client, run, capsys, monkeypatch):
-    monkeypatch.setattr("planish.console.replay.client_for", lambda config: _Lent(client))
+    monkeypatch.setattr("planish.console.replay._client", lambda config: _Lent(client))
     assert planish(["replay", str(run), "--step", "2", "--group", "0"]) == 0
     assert capsys.readouterr().out.count("bit-equal") == 8
     assert planish(["replay", str(run), "--step", "2", "--group", "0", "--json"]) == 0

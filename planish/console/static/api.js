@@ -55,6 +55,23 @@ export async function post(path, body, signal) {
   return answer;
 }
 
+/** Send an action whose answer comes in parts, one JSON object per line. */
+export async function* postParts(path, body, signal) {
+  const response = await fetch(`${BASE}/api/${path}`, {
+    method: "POST", signal, body: JSON.stringify(body), headers: { "Content-Type": "application/json", "X-Planish-Console": "1" },
+  });
+  if (!response.ok) throw new RequestError((await response.json().catch(() => ({}))).error ?? `The console answered with status ${response.status}.`);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    const lines = (rest + (value ?? "")).split("\n");
+    rest = lines.pop();
+    for (const line of lines) if (line) yield JSON.parse(line);
+    if (done) return;
+  }
+}
+
 /** Call `work` now and then every `milliseconds`, until `signal` aborts. A hidden page pauses. */
 export function poll(work, milliseconds, signal) {
   const turn = async () => {

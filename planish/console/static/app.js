@@ -1,6 +1,7 @@
 // The frame of all views: navigation, selected runs, theme and keys.
 
 import { exported, RequestError } from "./api.js";
+import { chatView } from "./chat.js";
 import { checkpointsView } from "./checkpoints.js";
 import { curvesView } from "./curves.js";
 import { fill, h, notice, runColor } from "./dom.js";
@@ -20,6 +21,7 @@ const VIEWS = {
   evaluations: { title: "Evaluations", show: evaluationsView },
   checkpoints: { title: "Checkpoints", show: checkpointsView },
   findings: { title: "What is wrong", show: findingsView },
+  chat: { title: "Chat", show: chatView },
   options: { title: "Options", show: optionsView, several: true },
 };
 const KEYS = [["j / k", "next, previous row or answer"], ["Enter", "open it"], ["/", "search"], ["g then r c o e p w", "go to Runs, Curves, rOllouts, Evaluations, checkPoints, What is wrong"], ["t", "light or dark"], ["?", "these keys"]];

@@ -190,7 +190,7 @@ def open_chat_sampler(
         service = connect(url, api_key, {}) if url else start_engine(None, data_dir, options)
     try:
         with as_user_errors("--model"):
-            sampler = _create_chat_sampler(
+            sampler = create_chat_sampler(
                 service, weights_of(model), renderer_name, streams=url is None
             )
         yield sampler
@@ -198,9 +198,12 @@ def open_chat_sampler(
         service.close(finish=False)
 
 
-def _create_chat_sampler(
+def create_chat_sampler(
     service: Service, model: str, renderer_name: str | None, streams: bool
 ) -> ChatSampler:
+    """Return a sampler of a base model or a checkpoint. `streams`: whether the service reports
+    tokens as they are sampled.
+    """
     is_checkpoint = model.startswith("tinker://")
     sampler_id = f"{secrets.token_hex(8)}:sample:0"
     source = {"model_path": model} if is_checkpoint else {"base_model": model}
