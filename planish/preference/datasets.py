@@ -188,12 +188,10 @@ class DPODatasetBuilderFromComparisons(ChatDatasetBuilder):
 def check_comparisons(
     comparisons: Sequence[LabeledComparison], renderer: Renderer, split: str
 ) -> None:
-    """Raise UserError for the first comparison with an answer that cannot be trained on. A warning
-    counts the answers whose texts spell special tokens.
+    """Raise UserError for the first comparison with an answer that cannot be trained on.
 
     The check does not tokenize anything.
     """
-    spelled = SpelledTokens()
     for index, labeled in enumerate(comparisons, start=1):
         where = labeled.location or f"{split} comparison {index}"
         for answer in labeled.ranked or ():
@@ -202,9 +200,22 @@ def check_comparisons(
                 renderer.check_supervised_examples(conversation, TrainOnWhat.CUSTOMIZED)
             except ValueError as error:
                 raise UserError(f"{where}: {error}") from error
+    warn_of_spelled_tokens(comparisons, renderer, split)
+
+
+def warn_of_spelled_tokens(
+    comparisons: Sequence[LabeledComparison], renderer: Renderer, split: str
+) -> None:
+    """Log how many answers of the comparisons, or their prompts, spell special tokens."""
+    spelled = SpelledTokens()
+    for index, labeled in enumerate(comparisons, start=1):
+        comparison = labeled.comparison
+        for answer in (comparison.completion_A, comparison.completion_B):
+            conversation = answer_conversation(comparison.prompt_conversation, answer)
             render = partial(
                 renderer.build_supervised_examples, conversation, TrainOnWhat.CUSTOMIZED
             )
+            where = labeled.location or f"{split} comparison {index}"
             spelled.add_rendered(conversation, renderer, render, where)
     spelled.warn(f"of {2 * len(comparisons)} {split} answers")
 

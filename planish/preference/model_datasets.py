@@ -17,6 +17,7 @@ from planish.preference.datasets import (
     ComparisonBuilder,
     distinct_pairs,
     require_answers_alone,
+    warn_of_spelled_tokens,
     without_identical,
 )
 from planish.preference.forms import Form, Kind, form_of
@@ -74,6 +75,8 @@ class PreferenceDatasetBuilder(ChatDatasetBuilder):
         form = self.form
         check_form(train, form, "train")
         check_form(test, form, "test")
+        warn_of_spelled_tokens(train, self.renderer, "train")
+        warn_of_spelled_tokens(test, self.renderer, "test")
         train_comparisons = (
             distinct_pairs(train, "train")
             if self.kind == "bradley_terry"

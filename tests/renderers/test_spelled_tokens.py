@@ -7,6 +7,7 @@ import pytest
 
 from planish.distillation.prompts import load_prompts
 from planish.preference.datasets import ComparisonBuilderFromRows, DPODatasetBuilderFromComparisons
+from planish.preference.model_datasets import PreferenceDatasetBuilder
 from planish.renderers import spelled_tokens
 from planish.rl.environments.reward_env import RewardDatasetBuilder
 from planish.runlog.model_renderer import model_renderer
@@ -71,12 +72,17 @@ def test_conversations(model, warned):
     assert warned(lambda path: supervised(path, "qwen3"), thinking) == [], "a token in this format"
 
 
-def test_pairs(model, warned):
+@pytest.mark.parametrize("builder", ["dpo", "chat", "bradley_terry"])
+def test_pairs(model, warned, builder):
     def pairs(path):
-        DPODatasetBuilderFromComparisons(
-            common_config=config(model),
-            comparison_builder=ComparisonBuilderFromRows(dataset=path, test_size=0),
-        )()
+        options = {
+            "common_config": config(model),
+            "comparison_builder": ComparisonBuilderFromRows(dataset=path, test_size=0),
+        }
+        if builder == "dpo":
+            DPODatasetBuilderFromComparisons(**options)()
+        else:
+            PreferenceDatasetBuilder(kind=builder, **options)()
 
     row = {"prompt": "Hello.", "chosen": "Good day.", "rejected": "What?"}
     assert warned(pairs, row) == []
