@@ -169,6 +169,22 @@ async def test_an_unreadable_body_uses_up_its_number(model_dir, data_dir):
         assert (await model.step())["adam_step"] == 1
 
 
+async def test_a_number_that_arrives_is_not_used_up_by_a_body_that_cannot_be_read(
+    model_dir, data_dir
+):
+    """A client that sends both has made a mistake. The request that came first counts."""
+    async with running(model_dir, data_dir) as server:
+        model = await (await Client.start(server)).model()
+        await model.run(gradient(model.model_id))
+        accepted, _ = await asyncio.gather(
+            submit_training(server, TENANT, 2, adam(model.model_id)),
+            server.models.reject(TENANT, model.model_id, 2, BadRequest("data[0] is torn")),
+        )
+        assert isinstance(await model.client.answer(accepted.request_id), Done)
+        model.seq = 2
+        assert (await model.step())["adam_step"] == 2
+
+
 class IntakeClock:
     """The clock by which requests wait for a missing number. It stands still until a test moves it."""
 

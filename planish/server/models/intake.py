@@ -145,7 +145,7 @@ class ModelIntake:
         """
         seq = self._offset_seq(seq_id)
         if 1 <= seq <= _MAX_SEQ:
-            await self._use_up_seq(seq, error, kind)
+            await run_uncancelled(self._use_up_seq(seq, error, kind))
 
     async def unload(self, request: Request) -> None:
         """Journal and queue the unloading of the model, after everything accepted before."""
@@ -272,11 +272,11 @@ class ModelIntake:
 
     async def _use_up_seq(self, seq: int, error: Exception, kind: str) -> None:
         """Journal a rejected request. Do nothing if its number is used already, or if the model is
-        unloaded before this number.
+        unloaded before this number. The present task must not be cancelled.
         """
         is_late = self._unload_seq is not None and seq >= self._unload_seq
         if not (is_late or self.model.queue.is_used(seq) or seq in self.arriving):
-            await run_uncancelled(self._arrive(seq, self._journal_rejected(seq, error, kind)))
+            await self._arrive(seq, self._journal_rejected(seq, error, kind))
 
     async def _journal_rejected(self, seq: int, error: Exception, kind: str) -> None:
         await self._journal(Request.rejected(self.model.tenant, self.model.id, seq, kind, error))
