@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import signal
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -48,9 +49,11 @@ class Row:
 def measure(model_type: str, architecture: str) -> Row:
     """Return the row of a model_type, from a tiny random model."""
     from planish.errors import UserError
-    from planish.model.config import ModelConfig
+    from planish.model.config import MULTIMODAL_ARCHITECTURES, ModelConfig
     from planish.testing import tiny_transformers_model
 
+    if model_type in {outer for outer, _ in MULTIMODAL_ARCHITECTURES.values()}:
+        return Row(model_type, architecture, _NATIVE)  # Other tests run its text model.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         try:
@@ -177,10 +180,13 @@ def page(found: Sequence[Row]) -> str:
         return f"{value:.0e}" if value else "0"
 
     by_how = {how: [row for row in found if row.how == how] for how in {row.how for row in found}}
-    parts = [
+    summary = (
         f"transformers {transformers.__version__} has {len(found)} kinds of causal language models. "
         f"planish runs {len(by_how.get(_NATIVE, ()))} by its own decoder and "
-        f"{len(by_how.get(_BY_TRANSFORMERS, ()))} by the code of transformers.",
+        f"{len(by_how.get(_BY_TRANSFORMERS, ()))} by the code of transformers."
+    )
+    parts = [
+        *textwrap.wrap(summary, 100),
         "",
         "## By the code of transformers",
         "",
@@ -199,7 +205,7 @@ def page(found: Sequence[Row]) -> str:
         "",
         "## By planish's own decoder",
         "",
-        ", ".join(f"`{row.model_type}`" for row in by_how.get(_NATIVE, ())),
+        *textwrap.wrap(", ".join(f"`{row.model_type}`" for row in by_how.get(_NATIVE, ())), 100),
         "",
         "## Refused",
         "",

@@ -24,6 +24,10 @@ def numerics_findings(preparation: PreparationResult | None) -> Iterator[Finding
     yield Finding(
         "kernels", f"{result.kernels}{replaced}", {"replaced": list(result.torch_families)}
     )
+    text = "planish's own decoder"
+    if result.architecture is not None:
+        text = f"transformers' {result.architecture} with planish's attention and linears"
+    yield Finding("layers", text, {"architecture": result.architecture})
     if result.is_batch_invariant:
         text = "yes: a sample with a seed does not depend on what else runs"
     else:
@@ -32,6 +36,12 @@ def numerics_findings(preparation: PreparationResult | None) -> Iterator[Finding
             "deterministic=True (--deterministic) prevents this, but is slower"
         )
     yield Finding("batch_invariant", text, result.is_batch_invariant)
+    if result.measured_difference is not None:
+        text = (
+            f"logprobs of some sampled tokens differ by at most {result.measured_difference:.2g} "
+            "between sampler and trainer"
+        )
+        yield Finding("measured_difference", text, result.measured_difference)
     expected = f"up to about {result.expected_kl:g}" if result.expected_kl else "exactly 0"
     text = (
         f"{expected} between sampler and trainer on-policy; a value above {result.alarm_kl:g} "

@@ -28,7 +28,9 @@ from planish.types import (
     SamplingParams,
 )
 
-_CODE_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+_CODE_ERRORS = (
+    *(AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError),
+)
 """The errors of modelling code that does something else than planish's decoder expects."""
 MAX_DIFFERENCE = 1.0
 """The largest difference of logprobs, in nats, that rounding may cause. A larger one means that the

@@ -38,7 +38,7 @@ from planish.model.kernels.verdicts import Verdict, verdict_file, write_verdicts
 from planish.model.sources import DEFAULT_MODEL
 from planish.processes import threads
 from planish.sandbox import Sandbox, SandboxUnavailableError
-from planish.testing import tiny_model
+from planish.testing import tiny_model, tiny_transformers_model
 
 SCHEMA = {
     "versions": {"planish", "torch", "triton", "python", "system", "torch_built_for"},
@@ -221,6 +221,22 @@ def test_the_preparation_describes_the_numbers_of_a_model(here):
     assert found.gpu_verdicts == []
     assert found.numerics is not None
     assert found.numerics.device == "cpu"
+
+
+@pytest.mark.slow
+def test_the_preparation_measures_a_model_of_transformers(tmp_path):
+    tiny_transformers_model(tmp_path / "glm4", "glm4")
+    done = subprocess.run(
+        preparation.command("cpu", tmp_path / "glm4"), capture_output=True, check=True
+    )
+    found = PreparationResult.read(done.stdout)
+    assert found.numerics is not None
+    assert found.numerics.architecture == "Glm4ForCausalLM"
+    assert found.numerics.measured_difference is not None
+    assert found.numerics.measured_difference < 1e-2
+    texts = {name: finding.text for name, finding in by_name(numerics_findings(found)).items()}
+    assert texts["layers"].startswith("transformers' Glm4ForCausalLM")
+    assert "differ by at most" in texts["measured_difference"]
 
 
 def test_numbers_are_reported_for_people_and_programs():
