@@ -1,7 +1,8 @@
 """Mistral's format since tokenizer version 7: `[INST]question[/INST]answer</s>`.
 
 Mistral Small 3, Ministral 3 and Magistral are of this kind. The marks are single tokens, and no
-blanks surround them, unlike in the format of Mistral 7B. Tools and thinking are not supported.
+blanks surround them, unlike in the format of Mistral 7B. The models' chat templates put a default
+system message before a conversation without one. Tools and thinking are not supported.
 """
 
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ class Mistral(StopTokenFormat):
 
     begin = (BOS,)
     stops = (EOS,)
+    default_system: str | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -32,8 +34,10 @@ class Mistral(StopTokenFormat):
         )
 
     def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
-        """Return one turn per message."""
+        """Return one turn per message, with the default system message first if needed."""
         turns = []
+        if self.default_system is not None and messages[0].role != "system":
+            turns.append(Turn((SYSTEM,), (self.default_system, SYSTEM_END), message=None))
         for index, message in enumerate(messages):
             if message.role == "assistant":
                 turns.append(Turn((), (message.text, EOS), index, sampled=True))

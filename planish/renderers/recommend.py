@@ -23,11 +23,13 @@ from planish.model.config import (
 from planish.renderers.chat_format import ChatFormat
 from planish.renderers.chatml import ChatML
 from planish.renderers.llama3 import BOS, EOT, START
+from planish.renderers.mistral import Mistral
 from planish.renderers.registry import FORMATS
 from planish.renderers.template_markup import ChatTemplate
 from planish.renderers.template_traits import find_traits
 from planish.renderers.templates import (
     HELLO,
+    MISTRAL_SYSTEM,
     choose_template,
     default_system_message,
     render_template,
@@ -143,7 +145,12 @@ def _renderer_of_directory(path: Path) -> str:
         # Templates of Llama 3.1 and later add a dated preamble, so their text never equals that of
         # the llama3 renderer. The marks are unique to the family.
         return "llama3"
-    if "<|im_end|>" in prompt_text and _is_base(path, tokenizer_config, config):
+    # Kimi's turns end with <|im_end|> too, but its tokenizer names another end of sequence.
+    if (
+        "<|im_start|>" in prompt_text
+        and "<|im_end|>" in prompt_text
+        and _is_base(path, tokenizer_config, config)
+    ):
         return "role_colon"
     special_tokens = {"bos_token": "", **special_tokens}
     matches = [
@@ -207,6 +214,7 @@ def _check_template(
 def _candidates(template: str, special_tokens: Mapping[str, str]) -> dict[str, ChatFormat]:
     formats = {name: FORMATS[name](None) for name in _TEMPLATE_RENDERERS}
     formats["chatml"] = ChatML(default_system=default_system_message(template, special_tokens))
+    formats["mistral"] = Mistral(default_system_message(template, special_tokens, MISTRAL_SYSTEM))
     return formats
 
 

@@ -20,7 +20,7 @@ from planish.renderers.renderer import Renderer
 from planish.renderers.role_colon import RoleColon
 from planish.renderers.smollm3 import SmolLM3
 from planish.renderers.template_format import template_format
-from planish.renderers.templates import chat_template_of, default_system_message
+from planish.renderers.templates import MISTRAL_SYSTEM, chat_template_of, default_system_message
 from planish.tokenizer import ModelTokenizer
 
 
@@ -30,6 +30,15 @@ def _chatml(tokenizer: ModelTokenizer) -> ChatFormat:
         return ChatML()
     special_tokens = {"bos_token": "", **getattr(tokenizer, "special_tokens_map", {})}
     return ChatML(default_system=default_system_message(template, special_tokens))
+
+
+def _mistral(tokenizer: ModelTokenizer, current_date: str | None = None) -> ChatFormat:
+    template = chat_template_of(tokenizer)
+    if template is None:
+        return Mistral()
+    special_tokens = {"bos_token": "", **getattr(tokenizer, "special_tokens_map", {})}
+    now = current_date or date.today().isoformat()
+    return Mistral(default_system_message(template, special_tokens, MISTRAL_SYSTEM, now))
 
 
 def _role_colon(tokenizer: ModelTokenizer) -> ChatFormat:
@@ -75,7 +84,6 @@ FIXED_FORMATS: dict[str, ChatFormat] = {
     "nemotron3_ultra_medium_thinking": Nemotron3(is_ultra=True, effort="efficient"),
     "nemotron3_ultra_preserve_thinking": Nemotron3(is_ultra=True, preserves_thinking=True),
     "gemma3": Gemma3(),
-    "mistral": Mistral(),
 }
 """The formats that are the same for every tokenizer."""
 
@@ -87,6 +95,7 @@ FORMATS: dict[str, Callable[..., ChatFormat]] = {
         f"gpt_oss_{effort}_reasoning": partial(_harmony, effort)
         for effort in ("low", "medium", "high")
     },
+    "mistral": _mistral,
     "smollm3": partial(_smollm3, True),
     "smollm3_disable_thinking": partial(_smollm3, False),
     "template": template_format,
@@ -106,32 +115,34 @@ def get_renderer(
 ) -> Renderer:
     """Return the renderer `name` for a tokenizer of `transformers`.
 
-    `default_system` (chatml only) replaces the default system message of the tokenizer's chat
-    template; "" means none. `strip_thinking_from_history=False` (qwen3 only) keeps all reasoning in
+    `default_system` (chatml and mistral only) replaces the default system message of the
+    tokenizer's chat template; "" means none. `strip_thinking_from_history=False` (qwen3 only) keeps all reasoning in
     prompts, so that each prompt extends the one before it. `current_date` (gpt_oss_*_reasoning,
-    smollm3* and template* only), such as "2025-06-28", is the date in the system message, by
+    mistral, smollm3* and template* only), such as "2025-06-28", is the date in the system message, by
     default today's.
     Raises ValueError for an unknown name or an option of another renderer.
     """
     if name not in FORMATS:
         raise ValueError(f"renderer {name!r} is unknown; choose one of {', '.join(FORMATS)}")
-    if default_system is not None and name != "chatml":
+    if default_system is not None and name not in ("chatml", "mistral"):
         raise ValueError(
-            f"default_system is an option of renderer chatml, not of {name}; give a system message "
-            "instead"
+            "default_system is an option of the renderers chatml and mistral, not of "
+            f"{name}; give a system message instead"
         )
     if strip_thinking_from_history is not None and name != "qwen3":
         raise ValueError(
             f"strip_thinking_from_history is an option of renderer qwen3, not of {name}; remove it"
         )
-    if name.startswith("template") and current_date is not None:
+    if name == "mistral" and default_system is not None:
+        return Renderer(name, tokenizer, Mistral(default_system or None))
+    if name.startswith(("template", "mistral")) and current_date is not None:
         return Renderer(name, tokenizer, FORMATS[name](tokenizer, current_date=current_date))
     chat_format = FORMATS[name](tokenizer)
     if current_date is not None:
         if not isinstance(chat_format, Harmony | SmolLM3) or not chat_format.date:
             raise ValueError(
-                "current_date is an option of the renderers gpt_oss_*_reasoning, smollm3* and "
-                f"template*, not of {name}; remove it"
+                "current_date is an option of the renderers gpt_oss_*_reasoning, mistral, smollm3* "
+                f"and template*, not of {name}; remove it"
             )
         return Renderer(name, tokenizer, replace(chat_format, date=current_date))
     if name == "chatml" and default_system is not None:

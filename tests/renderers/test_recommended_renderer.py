@@ -305,3 +305,34 @@ def test_every_recommended_name_can_be_made():
         family = family_of(name) if is_of_a_family(name) else tokenizers.get(name, "qwen")
         chat_template = "qwen3" if name.startswith("template") else None
         assert get_renderer(name, family_tokenizer(family, chat_template)).name == name
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "family", "renderer"),
+    [("mistral_small_like", "mistral", "mistral"), ("kimi_k2_like", "kimi", "kimi_k2")],
+)
+def test_directories_of_mistral_and_kimi_are_recognised(tmp_path, chat_template, family, renderer):
+    """Kimi's tokenizer writes the list of tools sorted, by code of its own."""
+    family_tokenizer(family, chat_template).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    assert recommended_renderer_name(tmp_path) == renderer
+
+
+def test_mistral_writes_the_default_system_message_of_the_template():
+    tokenizer = family_tokenizer("mistral", "mistral_small_like")
+    hello = [{"role": "user", "content": "Hi"}]
+
+    def prompt(**options) -> str:
+        renderer = get_renderer("mistral", tokenizer, **options)
+        return str(tokenizer.decode(renderer.build_generation_prompt(hello).to_ints()))
+
+    assert prompt(current_date="2025-06-28") == (
+        "<s>[SYSTEM_PROMPT]You are a model of Mistral AI.\nThe current date is 2025-06-28."
+        "[/SYSTEM_PROMPT][INST]Hi[/INST]"
+    )
+    assert prompt(default_system="Be brief.").startswith("<s>[SYSTEM_PROMPT]Be brief.[/SYSTEM")
+    assert prompt(default_system="") == "<s>[INST]Hi[/INST]"
+    renderer = get_renderer("mistral", tokenizer)
+    system = [{"role": "system", "content": "Be kind."}, *hello]
+    text = tokenizer.decode(renderer.build_generation_prompt(system).to_ints())
+    assert text == "<s>[SYSTEM_PROMPT]Be kind.[/SYSTEM_PROMPT][INST]Hi[/INST]"

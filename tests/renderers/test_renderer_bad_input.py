@@ -318,7 +318,7 @@ def test_invalid_prompt_arguments_are_rejected(arguments, message):
             "qwen3",
             QWEN,
             {"default_system": "a"},
-            r"default_system is an option of renderer chatml, not of qwen3",
+            r"default_system is an option of the renderers chatml and mistral, not of qwen3",
         ),
         (
             "chatml",
