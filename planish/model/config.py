@@ -17,7 +17,7 @@ from typing import Any, Literal
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
 from planish.model.fp8_config import Fp8Config, read_fp8
 from planish.model.inspection.inspect_model import inspect_model
-from planish.model.inspection.modules import HFModules
+from planish.model.inspection.modules import MAX_LAYERS, HFModules
 from planish.model.json_fields import optional_object, positive_float, positive_int
 from planish.model.rope_config import (
     LayerRopeSource,
@@ -90,7 +90,6 @@ MAX_CONFIG_BYTES = 16 << 20
 """The maximum size of a JSON file of settings."""
 MAX_CONTEXT = 1 << 22
 """The maximum of max_position_embeddings, in tokens."""
-MAX_LAYERS = 1024
 MAX_EXPERTS = 1 << 18
 """The maximum number of experts in all layers together."""
 

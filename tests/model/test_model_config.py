@@ -384,6 +384,12 @@ def test_a_model_without_end_of_sequence_tokens_has_none(tmp_path):
         (QWEN3_06B, {"attention_bias": True}, "attention_bias"),
         ({"model_type": "unheard"}, {}, "has no model_type 'unheard'"),
         (
+            {"model_type": "glm4", "num_hidden_layers": 10**9},
+            {},
+            "num_hidden_layers.*1,000,000,000",
+        ),
+        ({"model_type": "glm4", "num_hidden_layers": "x"}, {}, "'glm4'.*num_hidden_layers"),
+        (
             {"architectures": ["X", "Y"]},
             {},
             "is X, Y .*supports.*Phi3ForCausalLM.*Mistral3ForConditionalGeneration",

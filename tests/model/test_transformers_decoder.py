@@ -110,6 +110,7 @@ def test_logprobs_and_gradients_of_a_prefix_tree_equal_peft(tmp_path, family):
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b.detach().numpy(), atol=2e-4)
     (-torch.cat(theirs).sum()).backward()
+    assert adapter.grad is not None
     parameters = dict(peft.named_parameters())
     gradient = adapter.layout.views(adapter.grad)
     largest = float(adapter.grad.abs().max())

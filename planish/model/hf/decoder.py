@@ -111,7 +111,7 @@ def load_model(directory: Path, dtype: torch.dtype) -> Any:
     AttentionInterface.register(ATTENTION, attention)
     try:
         with quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory,
                 dtype=dtype,
                 attn_implementation=ATTENTION,
@@ -125,6 +125,7 @@ def load_model(directory: Path, dtype: torch.dtype) -> Any:
             f"transformers cannot load the weights in {directory} ({first_line(error)}); download "
             "the model again"
         ) from error
+    model, info = loaded
     problems = [
         f"{problem}: {', '.join(map(str, sorted(info[key], key=str)[:5]))}"
         for problem, key in (

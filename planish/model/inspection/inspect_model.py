@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.errors import UnsupportedError
-from planish.model.inspection.modules import HFLinear, HFModules
+from planish.model.inspection.modules import MAX_LAYERS, HFLinear, HFModules
 from planish.model.inspection.probing import (
     AttentionCall,
     base_model_name,
@@ -45,6 +45,7 @@ _NO_ADAPTER_PREFIXES = ("altup.", "laurel.", "per_layer_", "self_attn.compressor
 """The names of linears beside attention and MLP begin with these (Gemma 3n, Gemma 4)."""
 _RECURRENT_WORDS = ("conv", "delta", "linear", "mamba", "recurrent", "ssm")
 """Parts of the names of layer types with a recurrent state."""
+_LAYER_COUNT_FIELDS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _CONTEXT_FIELDS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
 
 
@@ -95,8 +96,17 @@ def inspect_model(directory: Path) -> HFModel:
 def _inspect(directory: Path, _modified: int) -> HFModel:
     """Return the result of `inspect_model`, which is cached until config.json changes."""
     fields = json.loads((directory / "config.json").read_text())
+    for name in _LAYER_COUNT_FIELDS:
+        # Before lists with one entry for each layer are made.
+        if isinstance(fields.get(name), int) and fields[name] > MAX_LAYERS:
+            raise UnsupportedError(f"{name} is {fields[name]:,}; planish supports {MAX_LAYERS:,}")
     config = hf_config(directory, fields)
-    return inspect_config(config, _settings_digest(fields))
+    try:
+        return inspect_config(config, _settings_digest(fields))
+    except UnsupportedError:
+        raise
+    except Exception as error:  # Configs and modelling code raise many kinds of errors.
+        raise UnsupportedError(f"its code or config is odd ({first_line(error)})") from error
 
 
 def hf_config(directory: Path, fields: Mapping[str, Any]) -> Any:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+MAX_LAYERS = 1024
+"""The maximum number of decoder layers of a model."""
+
 
 @dataclass(frozen=True)
 class HFLinear:
