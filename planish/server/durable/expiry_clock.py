@@ -23,7 +23,7 @@ or less than the monotonic clock.
 _REPORTED_GAP_SECONDS = 3600.0
 _PRECISION = 0.05
 """How exact the uptimes of old readings are, as a share of their age."""
-_KEY = "clock"
+_KEY = "clock_readings"
 """A key in the table `meta`: the readings when they were last written."""
 
 _log = logging.getLogger(__name__)
