@@ -81,7 +81,7 @@ class Models:
 
     async def _open_intake(self, tenant: Tenant, model_id: str) -> ModelIntake:
         intake = self._intakes.get(model_id)
-        if intake is not None and intake.model.row.tenant == tenant.name:
+        if intake is not None and intake.model.tenant == tenant:
             return intake
         row = await self.row(tenant, model_id)
         raise Gone(
@@ -126,9 +126,7 @@ class Models:
         """
         if not self._engine.is_healthy:
             raise stopping()
-        intake = self._intakes.get(model_id)
-        if intake is None or intake.model.tenant != tenant:
-            intake = await self._open_intake(tenant, model_id)
+        intake = await self._open_intake(tenant, model_id)
         await self._sessions.touch(tenant, intake.model.adapter.row.session)
         return await intake.submit(seq_id, operation)
 
