@@ -10,7 +10,7 @@ METADATA = {"key": "x" * 10_000}
 
 @pytest.fixture
 def small_pages(monkeypatch) -> None:
-    for module in ("durable.records", "server", "http.routes_sessions"):
+    for module in ("durable.records", "runs", "http.routes_sessions"):
         monkeypatch.setattr(f"planish.server.{module}.PAGE_BYTES", 25_000)
 
 

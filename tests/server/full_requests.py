@@ -345,7 +345,7 @@ def _openai_requests(ids: Ids) -> list[FullRequest]:
             {"model": ids.base_model, "input": [
                 {"type": "message", "id": "m", "role": "user", "status": "completed",
                  "content": [{"type": "input_text", "text": "hi"}]},
-                {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "s"}],
+                {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": ""}],
                  "content": [], "encrypted_content": None, "status": "completed"},
                 {"type": "message", "role": "assistant", "phase": "final_answer",
                  "content": [{"type": "output_text", "text": "x", "annotations": [], "logprobs": []}]},
@@ -360,6 +360,7 @@ def _openai_requests(ids: Ids) -> list[FullRequest]:
              "prompt_cache_key": "k", "safety_identifier": "i", "truncate_max_tokens": True},
             "/v1/responses",
         ),
+        *_messages_requests(ids),
         _post("v1/completions of tokens", {**options, "prompt": [1, 2, 3]}, "/v1/completions"),
         _post(
             "v1/load_lora_adapter",
@@ -385,6 +386,44 @@ def _openai_requests(ids: Ids) -> list[FullRequest]:
         ),
         _post("detokenize", {"model": ids.base_model, "tokens": [1, 2, 3]}, "/detokenize"),
     ]  # fmt: skip
+
+
+def _messages_requests(ids: Ids) -> list[FullRequest]:
+    cached = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
+    counted = {
+        "model": ids.base_model,
+        "system": [{"type": "text", "text": "s", **cached}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi", **cached}]},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "", "signature": "planish"},
+                {"type": "text", "text": "x"},
+                {"type": "tool_use", "id": "c", "name": "f", "input": {"a": [1.0]}}]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c", "is_error": False,
+                 "content": [{"type": "text", "text": "t"}]},
+                {"type": "text", "text": "go"}]},
+        ],
+        "tools": [
+            {"type": "custom", "name": "f", "description": "d", "strict": False,
+             "input_schema": {"type": "object", "properties": {}}, "input_examples": [{}],
+             "defer_loading": False, "eager_input_streaming": True, "allowed_callers": ["direct"],
+             **cached},
+        ],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": False},
+        "thinking": {"type": "disabled"},
+        "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        **cached,
+    }  # fmt: skip
+    options = {
+        "max_tokens": 2, "temperature": 1.0, "top_p": 0.9, "top_k": 5, "stop_sequences": ["a"],
+        "stream": False, "service_tier": "auto", "metadata": {"user_id": "u"},
+    }  # fmt: skip
+    return [
+        _post("v1/messages", {**counted, **options}, "/v1/messages"),
+        _post("v1/messages/count_tokens", counted, "/v1/messages/count_tokens"),
+    ]
 
 
 def _directory(path: str) -> str:

@@ -52,6 +52,8 @@ _OPTIONS = (
 _SIZES = (100, 1_000, 10_000, 100_000, 1_000_000, MAX_BODY_BYTES)
 _WEIGHTS = (20, 30, 30, 14, 5, 1)
 IDLE_SECONDS = 20.0
+_BUSY = (503, 529)
+"""The statuses of a busy server; 529 is that of the Messages API."""
 MAX_ERROR = 1 << 16
 """An error must not send back what it was sent."""
 _ROUND = 500
@@ -294,8 +296,8 @@ async def _send(connection: Connection, shot: RawRequest, what: str, report: Rep
 
 
 def _fault(answer: Answer) -> str | None:
-    """Return what must not be in an answer. A 503 says when to come again."""
-    if answer.status >= 500 and not (answer.status == 503 and _is_documented(answer.body)):
+    """Return what must not be in an answer. A busy server says when to come again."""
+    if answer.status >= 500 and not (answer.status in _BUSY and _is_documented(answer.body)):
         return f"{answer.status} {answer.body[:300]!r}"
     if len(answer.body) > MAX_ERROR and answer.status >= 400:
         return f"{answer.status} with {len(answer.body)} bytes, beginning {answer.body[:100]!r}"

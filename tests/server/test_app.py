@@ -598,6 +598,8 @@ def test_checkpoints_can_be_searched(alice: Caller, bob: Caller):
     ]
     assert search(user_metadata=found, base_models=["other"]) == ([], None)
     assert search(user_metadata=found, base_models=[]) == ([], None)
+    for listed in ("/checkpoints", f"/training_runs/{model}/checkpoints"):
+        assert {one["base_model"] for one in alice.get(listed)["checkpoints"]} == {BASE}
     first, cursor = search(user_metadata=found, limit=2)
     second, last = search(user_metadata=found, limit=2, cursor=cursor)
     assert [*first, *second] == ["sampler_weights/four", *training]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from planish.errors import UserError
 from planish.server.durable.checkpoint_search import (
     CHECKPOINT_TYPES,
     CheckpointSearch,
+    base_models_of,
     search_checkpoints,
 )
 from planish.server.durable.checkpoints import is_external, shown_path, stored_path
@@ -21,7 +23,7 @@ from planish.server.http.context import (
     endpoint,
     page_to_json,
 )
-from planish.server.results import NoSuchBaseModel, TrainingRun
+from planish.server.results import NoSuchBaseModel, Page, TrainingRun
 from planish.types import LONGEST_TTL_SECONDS, Checkpoint, CheckpointPath
 from planish.wire.fields import Fields
 from planish.wire.models import reject_access_token
@@ -51,14 +53,34 @@ async def run_checkpoints(context: RequestContext) -> Json:
     """
     run_id, offset = context.path_parameter("run_id"), context.query_integer("offset", 0, 0, 2**53)
     page = await context.server.runs.list_checkpoints(context.tenant, run_id, None, offset)
-    return page_to_json("checkpoints", page, lambda item: _checkpoint_to_json(context, item))
+    return await _page_of_checkpoints(context, page)
 
 
 async def checkpoints(context: RequestContext) -> Json:
     """List the tenant's checkpoints."""
     limit, offset = context.limit_and_offset(100)
     page = await context.server.runs.list_checkpoints(context.tenant, None, limit, offset)
-    return page_to_json("checkpoints", page, lambda item: _checkpoint_to_json(context, item))
+    return await _page_of_checkpoints(context, page)
+
+
+async def _page_of_checkpoints(context: RequestContext, page: Page[Checkpoint]) -> Json:
+    runs = {_run_of(checkpoint) for checkpoint in page.items}
+    base_models = await context.server.store.read(base_models_of, runs)
+    return page_to_json(
+        "checkpoints", page, lambda item: _listed_checkpoint(context, item, base_models)
+    )
+
+
+def _listed_checkpoint(
+    context: RequestContext, checkpoint: Checkpoint, base_models: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the JSON of a checkpoint with its base model, which SDK 0.39 and later read."""
+    base_model = base_models.get(_run_of(checkpoint))
+    return {**_checkpoint_to_json(context, checkpoint), "base_model": base_model}
+
+
+def _run_of(checkpoint: Checkpoint) -> str:
+    return CheckpointPath.parse(checkpoint.tinker_path).run_id
 
 
 async def search(context: RequestContext) -> Json:
@@ -67,13 +89,10 @@ async def search(context: RequestContext) -> Json:
         query = _search_of(fields)
     found = await context.server.store.read(search_checkpoints, context.tenant.name, query)
     last = found.last
-    checkpoints = []
-    for checkpoint in found.checkpoints:
-        run = CheckpointPath.parse(checkpoint.tinker_path).run_id
-        base_model = found.base_models.get(run)
-        checkpoints.append({**_checkpoint_to_json(context, checkpoint), "base_model": base_model})
     return {
-        "checkpoints": checkpoints,
+        "checkpoints": [
+            _listed_checkpoint(context, one, found.base_models) for one in found.checkpoints
+        ],
         "next_cursor": None
         if last is None
         else {
