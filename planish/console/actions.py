@@ -37,7 +37,7 @@ class Actions:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._services: dict[str, Service] = {}
+        self._engines: dict[str, Service] = {}
         self._samplers: dict[tuple[str, str], ChatSampler] = {}
         self._lock = threading.Lock()
 
@@ -47,7 +47,7 @@ class Actions:
 
     def close(self) -> None:
         """Close the engines. Resumed runs keep running."""
-        for service in self._services.values():
+        for service in self._engines.values():
             service.close(finish=False)
 
     def stop(self, request: Row) -> Row:
@@ -85,14 +85,15 @@ class Actions:
     def replay(self, request: Row) -> Row:
         """Sample the rollouts of a group again, with their own weights or those of `checkpoint`."""
         reader = self._run(request)
-        numbers = [request.get(name) for name in ("step", "group")]
-        if not all(type(number) is int for number in numbers):
+        step, group = request.get("step"), request.get("group")
+        if type(step) is not int or type(group) is not int:
             raise BadRequest("replay needs a step and a group, as whole numbers")
         checkpoint = request.get("checkpoint") or None
         with self._lock:  # one engine computes at a time
             turns = replay(
                 reader.path,
-                *numbers,
+                step,
+                group,
                 split=str(request.get("split", "train")),
                 checkpoint=checkpoint,
                 service_client=ServiceClient(service=self._service(reader)),
@@ -141,9 +142,9 @@ class Actions:
 
     def _service(self, reader: RunReader) -> Service:
         key = _service_key(reader)
-        if key not in self._services:
-            self._services[key] = open_service(reader.config)
-        return self._services[key]
+        if key not in self._engines:
+            self._engines[key] = open_service(reader.config)
+        return self._engines[key]
 
     def _run(self, request: Row) -> RunReader:
         reader = self._catalog.run(str(request.get("run", "")))

@@ -7,8 +7,9 @@ twice, the later row counts.
 
 import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -58,21 +59,26 @@ class MetricTable:
 
     def add(self, rows: Iterable[Row]) -> None:
         """Add rows in the order of the file."""
-        columns = self.columns
-        for row in rows:
-            step = row.get("step", row.get("progress/batch"))
-            if not is_number(step) or not math.isfinite(step):
-                continue
-            self.num_rows += 1
-            self.last_step = step
-            for name, value in row.items():
-                if not is_number(value) or name == "step":
-                    continue
-                column = columns.get(name)
-                if column is None:
-                    column = columns[name] = Column()
-                column.steps.append(step)
-                column.values.append(value)
+        stepped = [(step, row) for row in rows if (step := _step(row)) is not None]
+        # Most rows have the names of the row before, so that whole columns can be added at once.
+        for names, group in groupby(stepped, key=lambda pair: tuple(pair[1])):
+            steps, alike = zip(*group, strict=True)
+            self.num_rows += len(steps)
+            self.last_step = steps[-1]
+            for name, values in zip(names, zip(*map(dict.values, alike), strict=True), strict=True):
+                if name != "step":
+                    self._add_column(name, steps, values)
+
+    def _add_column(self, name: str, steps: Sequence[float], values: Sequence[Any]) -> None:
+        types = set(map(type, values))
+        if not types <= {int, float} or (int in types and not all(map(is_number, values))):
+            pairs = [pair for pair in zip(steps, values, strict=True) if is_number(pair[1])]
+            if not pairs:
+                return
+            steps, values = zip(*pairs, strict=True)
+        column = self.columns.setdefault(name, Column())
+        column.steps.extend(steps)
+        column.values.extend(values)
 
     def values(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the (steps, values) of a metric, by step; empty if the run has no such metric.
@@ -142,6 +148,11 @@ class Column:
             finite = np.isfinite(values)
             self._sorted = len(self.steps), steps[finite], values[finite]
         return self._sorted[1:]
+
+
+def _step(row: Row) -> float | None:
+    step = row.get("step", row.get("progress/batch"))
+    return step if is_number(step) and math.isfinite(step) else None
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -104,7 +104,9 @@ def replay(
     reader.refresh_metrics()
     rows = recorded_rows(reader, step, group, sample, split)
     recorded = [(row, _texts(reader, row)) for row in rows]
-    model = {"model_path": checkpoint} if checkpoint else weights_of_row(reader, rows[0])
+    model: dict[str, Any] = (
+        {"model_path": checkpoint} if checkpoint else weights_of_row(reader, rows[0])
+    )
     with ExitStack() as stack:
         client = service_client or stack.enter_context(_client(reader.config))
         sampling_client = client.create_sampling_client(**model)
@@ -138,7 +140,7 @@ def recorded_rows(
     return rows
 
 
-def weights_of_row(reader: RunReader, row: Row) -> dict[str, str]:
+def weights_of_row(reader: RunReader, row: Row) -> dict[str, Any]:
     """Return the argument of `create_sampling_client` for the weights that sampled a rollout.
     Raises CheckpointError if no checkpoint has them.
     """

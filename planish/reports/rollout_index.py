@@ -126,7 +126,7 @@ def _gap(record: TrajectoryRecord, trained: TrainedTokens | None) -> float | Non
     if trained is None:
         return None
     gaps = [
-        float(np.abs(np.float32(turn.transition.ac.logprobs) - tokens.logprobs).max())
+        float(np.abs(np.asarray(turn.transition.ac.logprobs, np.float32) - tokens.logprobs).max())
         for turn, tokens in record.turns_with_tokens(trained)
         if tokens is not None
     ]

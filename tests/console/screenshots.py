@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from http_thread import serving_app
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 from sample_runs import reward_curve, rl_metrics, write_run
 
 from planish.console.answers import Answers

@@ -251,16 +251,14 @@ def test_a_wrong_chat_is_rejected(http, tmp_path, wrong, message):
 def test_the_command_prints_an_address_with_a_key(tmp_path):
     command = [sys.executable, "-m", "planish", "console", str(tmp_path), "--port", "0"]
     for options, has_key in (((), False), (("--allow-actions",), True)):
-        process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
-        try:
+        with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            line = process.stdout.readline()
-            assert ("?key=" in line) == has_key
-            assert httpx2.get(line.split()[2]).status_code in (200, 303)
-        finally:
-            process.terminate()
-            process.wait(60)
-            process.stdout.close()
+            try:
+                line = process.stdout.readline()
+                assert ("?key=" in line) == has_key
+                assert httpx2.get(line.split()[2]).status_code in (200, 303)
+            finally:
+                process.terminate()
 
 
 def test_the_console_listens_on_this_machine_only(capsys):

@@ -309,7 +309,7 @@ def test_text_of_a_model_stays_text_in_every_field(own, tokenizer):
         metrics=lambda step, total: rl_metrics(step, total, **{script: 1.0}),
         model_name=script,
         recipe_name=script,
-        **{script: script},
+        dataset_builder={script: script},
     )
     run = "own/a%26b%20%3Ci%3E"
     for view in (*VIEWS[1:], "group"):

@@ -199,16 +199,18 @@ def test_appending_reads_no_more_than_the_end_of_the_index(files, tmp_path, monk
     assert len(read_rows(tmp_path / INDEX)) == 4
 
 
+def tokens_of(advantages: list[float], logprobs: list[float]) -> TrainedTokens:
+    return TrainedTokens(np.array(advantages, np.float32), np.array(logprobs, np.float32))
+
+
 def test_trained_tokens_are_written_where_they_differ(files, tmp_path):
     logprobs = [-1.0, -2.0, -3.0]
     answers = [spoken("ab", logprobs), spoken("cd", logprobs)]
     first = [turn("q", answers[0], 0.0, done=False), turn("qr", answers[1], 1.0)]
     second = [turn("q", answers[0], 0.0, train_on_action=False, done=False), turn("r", answers[1])]
     trained = {
-        (0, 0): TrainedTokens(
-            np.float32([0.5] * 3 + [0.5, 0.25, 0.5]), np.float32([*logprobs, -1.0, -2.5, -3.0])
-        ),
-        (0, 1): TrainedTokens(np.float32([-0.5] * 3), np.float32(logprobs)),
+        (0, 0): tokens_of([0.5] * 3 + [0.5, 0.25, 0.5], [*logprobs, -1.0, -2.5, -3.0]),
+        (0, 1): tokens_of([-0.5] * 3, logprobs),
     }
     trajectories = [Trajectory(turns, ModelInput.empty()) for turns in (first, second)]
     files.write("train", 0, [group(0, trajectories)], [[0.5, -0.5]], trained=trained)
