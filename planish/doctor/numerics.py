@@ -28,7 +28,9 @@ def numerics_findings(preparation: PreparationResult | None) -> Iterator[Finding
     if result.architecture is not None:
         text = f"transformers' {result.architecture} with planish's attention and linears"
     yield Finding("layers", text, {"architecture": result.architecture})
-    if result.is_batch_invariant:
+    if result.is_batch_invariant and result.architecture is not None:
+        text = "yes, except for norms, RoPE and activations, which torch computes"
+    elif result.is_batch_invariant:
         text = "yes: a sample with a seed does not depend on what else runs"
     else:
         text = (

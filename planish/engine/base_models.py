@@ -31,7 +31,7 @@ from planish.engine.settings import (
     kernel_shapes,
 )
 from planish.engine.training.trainer import Trainer
-from planish.errors import UnknownModelError, UserError
+from planish.errors import UnknownModelError, UnsupportedError, UserError
 from planish.model.config import ModelConfig
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
@@ -65,6 +65,12 @@ class BaseModel:
         Device(device).make_current()
         config = ModelConfig.from_directory(directory)
         check_quantizable(config, settings.quantize)
+        if settings.deterministic is True and config.hf is not None:
+            raise UnsupportedError(
+                f"deterministic=True cannot be kept for {config.hf.architecture}, because torch "
+                "computes its norms, RoPE and activations, whose last bits may depend on the "
+                "batch; leave deterministic out"
+            )
         if Device(device).is_gpu:
             accumulate_in_float32()
             _use_expandable_segments()

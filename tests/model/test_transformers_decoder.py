@@ -1,5 +1,6 @@
 """Models of which transformers' code computes the layers equal transformers and PEFT."""
 
+import logging
 from concurrent.futures import Future
 
 import numpy as np
@@ -10,6 +11,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 from variants import slow_after
 
+from planish import ServiceClient
 from planish.engine.agreement import measure_difference
 from planish.engine.checkpoints.files import peft_config
 from planish.engine.sampling.sampler import Sampler
@@ -242,6 +244,30 @@ def test_code_in_a_models_repository_is_never_run(tmp_path):
         else:
             load(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_engine_names_the_code_that_computes_the_layers(tmp_path, caplog):
+    tiny_transformers_model(tmp_path / "glm4", "glm4")
+    names = {"tiny": str(tmp_path / "glm4")}
+    with (
+        caplog.at_level(logging.INFO, logger="planish.engine.base_models"),
+        ServiceClient(models=names, dtype="float32", data_dir=tmp_path / "data") as service,
+    ):
+        client = service.create_sampling_client(base_model="tiny")
+        client.compute_logprobs(ModelInput.from_ints([1, 2, 3])).result()
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "layers by transformers' Glm4ForCausalLM" in message
+    assert "sampled and trained logprobs of some tokens differ by at most" in message
+
+
+def test_determinism_that_torch_does_not_give_is_refused(tmp_path):
+    tiny_transformers_model(tmp_path / "glm4", "glm4")
+    names = {"tiny": str(tmp_path / "glm4")}
+    with (
+        ServiceClient(models=names, deterministic=True, data_dir=tmp_path / "data") as service,
+        pytest.raises(UnsupportedError, match="deterministic=True.*Glm4ForCausalLM"),
+    ):
+        service.create_sampling_client(base_model="tiny")
 
 
 def test_weights_that_do_not_fit_the_config_are_named(tmp_path):
