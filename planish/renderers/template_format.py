@@ -62,6 +62,7 @@ def template_format(
         frozenset(token.content for token in added if token.lstrip),
         frozenset(token.content for token in added if token.rstrip),
         now=current_date or date.today().isoformat(),
+        tool_source=chat_template_of(tokenizer, "tool_use"),
     )
     if thinks is not None:
         template = template.with_options(dict.fromkeys(SWITCHES, thinks))

@@ -188,6 +188,8 @@ class ChatTemplate:
     """Further variables, such as ("enable_thinking", False)."""
     now: str = ""
     """The time that the template gets if it asks for it, in ISO format."""
+    tool_source: str | None = field(default=None, repr=False)
+    """The template for conversations with tools, if it is another one."""
 
     def with_options(self, options: Mapping[str, Any]) -> Self:
         """Return the template with further variables."""
@@ -205,7 +207,8 @@ class ChatTemplate:
         header of the assistant's next message. Raises as `render_template`.
         """
         names = self._names(messages, markers, prompt, tools)
-        return self._decode(template_process.render(self.source, names, self.now), markers)
+        text = template_process.render(self._source_for(tools), names, self.now)
+        return self._decode(text, markers)
 
     def render_all(
         self,
@@ -217,8 +220,11 @@ class ChatTemplate:
     ) -> list[Rendering]:
         """Return the output of `render` for each list of messages. Recent outputs are kept."""
         names = [self._names(messages, markers, prompt, tools) for messages in variants]
-        texts = _render_cached(self.source, json.dumps(names), self.now)
+        texts = _render_cached(self._source_for(tools), json.dumps(names), self.now)
         return [self._decode(text, markers) for text in texts]
+
+    def _source_for(self, tools: Sequence[Any]) -> str:
+        return self.tool_source if tools and self.tool_source is not None else self.source
 
     def _names(
         self,

@@ -77,16 +77,17 @@ def render_template(
     return template_process.render(template, variables, now)
 
 
-def chat_template_of(tokenizer: ModelTokenizer) -> str | None:
+def chat_template_of(tokenizer: ModelTokenizer, name: str = "default") -> str | None:
     """Return a tokenizer's chat template, or None if it has none.
 
-    If the tokenizer has several templates, return the one that is named default.
+    If the tokenizer has several templates, return the one that is named `name`. Tokenizers with a
+    template of their own for tools name it tool_use.
     """
-    return choose_template(getattr(tokenizer, "chat_template", None))
+    return choose_template(getattr(tokenizer, "chat_template", None), name)
 
 
-def choose_template(template: Any) -> str | None:
-    """Return the template named default if `template` is a list or mapping of several templates.
+def choose_template(template: Any, name: str = "default") -> str | None:
+    """Return the template named `name` if `template` is a list or mapping of several templates.
 
     Return `template` itself if it is a string, and None for anything else.
     """
@@ -97,7 +98,7 @@ def choose_template(template: Any) -> str | None:
             if isinstance(entry, Mapping)
         }
     if isinstance(template, Mapping):
-        template = template.get("default")
+        template = template.get(name)
     return template if isinstance(template, str) else None
 
 
