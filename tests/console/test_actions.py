@@ -159,6 +159,7 @@ def config_of(model: Path, path: Path) -> Config:
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_is_asked_to_stop_saves_and_resumes(model, tmp_path, monkeypatch):
     path = tmp_path / "run"
     with ServiceClient(data_dir=tmp_path / "data", dtype="float32") as client:

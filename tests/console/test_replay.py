@@ -20,6 +20,8 @@ from planish.testing import tiny_model
 from planish.training.rl_config import Config
 from planish.training.train_rl import main
 
+pytestmark = pytest.mark.slow  # they train a run
+
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory) -> Iterator[ServiceClient]:
@@ -121,7 +123,6 @@ def test_logprobs_of_another_machine_are_told_from_other_tokens():
     assert "token 2 of 2 differs: 2 was recorded, and 3 is sampled now" in str(other)
 
 
-@pytest.mark.slow
 def test_the_command_compares_a_group(client, run, capsys, monkeypatch):
     monkeypatch.setattr("planish.console.replay._client", lambda config: _Lent(client))
     assert planish(["replay", str(run), "--step", "2", "--group", "0"]) == 0
