@@ -135,8 +135,9 @@ class PolicyReference(Reference):
         """Raise UserError unless the client's tokens are those of the policy's renderer, in which
         the reference gets its prompts.
         """
+        policy_tokenizer: Any = renderer.tokenizer
         tokenizer = await client.get_tokenizer_async()
-        difference = vocabulary_difference(renderer.tokenizer.get_vocab(), tokenizer.get_vocab())
+        difference = vocabulary_difference(policy_tokenizer.get_vocab(), tokenizer.get_vocab())
         if difference is not None:
             raise UserError(
                 f"the reference {self.checkpoint_path or self.base_model} has another vocabulary "
