@@ -91,6 +91,21 @@ def trajectory_to_data(
     return sequences
 
 
+def count_sequences(trajectory: Trajectory) -> int:
+    """Return the number of sequences of one trajectory: 1, and 1 more for each turn whose prompt
+    does not begin with the earlier prompt and answer.
+    """
+    num_sequences = 0
+    context: list[int] = []
+    for transition in trajectory.transitions:
+        if not transition.ac.tokens:
+            continue
+        observation_tokens = transition.ob.to_ints()
+        num_sequences += not context or observation_tokens[: len(context)] != context
+        context = observation_tokens + transition.ac.tokens
+    return num_sequences
+
+
 @dataclass(frozen=True)
 class _Turn:
     num_new_tokens: int

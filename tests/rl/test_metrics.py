@@ -5,7 +5,7 @@ from math import log
 import pytest
 
 from planish.completers import TokensWithLogprobs
-from planish.rl.data_processing import trajectory_to_data
+from planish.rl.data_processing import count_sequences, trajectory_to_data
 from planish.rl.rollout.metrics import (
     environment_metrics,
     sampling_entropy,
@@ -45,6 +45,7 @@ def test_each_rollout_metric_equals_its_definition():
         "env/all/ac_tokens_per_turn": (2 + 4 + 6 + 1 + 3) / 5,
         "env/all/ob_tokens_per_turn": (4 + 8 + 4 + 2 + 2) / 5,
         "env/all/turns_per_episode": 5 / 4,
+        "env/all/sequences_per_episode": 1.0,
         "env/all/total_episodes": 4,
         "env/all/total_turns": 5,
         "env/all/total_ac_tokens": 16,
@@ -55,6 +56,14 @@ def test_each_rollout_metric_equals_its_definition():
         "env/all/by_group/frac_all_good": 0.5,
         "env/all/by_group/frac_all_bad": 0.0,
     }
+
+
+def test_a_rewritten_prompt_is_counted_as_another_sequence():
+    """The second prompt is shorter than the first prompt and its answer."""
+    group = rollout([turn(4, 2), turn(3, 1), turn(8, 1)], [turn(4, 2)])
+    trajectory = group.group.trajectories_G[0]
+    assert len(trajectory_to_data(trajectory, 1.0)) == count_sequences(trajectory) == 2
+    assert environment_metrics([group])["env/all/sequences_per_episode"] == 3 / 2
 
 
 def test_environment_metrics_are_means_over_the_turns_that_have_them():

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from planish.rl.answers import group_metrics, mean, pass_metrics
-from planish.rl.data_processing import TrainingSequence
+from planish.rl.data_processing import TrainingSequence, count_sequences
 from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import Metrics, TrajectoryGroup, Transition
 
@@ -90,9 +90,15 @@ def _group_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
             *(m for group in groups_P for m in group.group.metrics_G),
         ]
     )
+    num_sequences = sum(
+        count_sequences(trajectory)
+        for group in groups_P
+        for trajectory in group.group.trajectories_G
+    )
     return (
         means
         | abstained
+        | {"sequences_per_episode": num_sequences / num_episodes}
         | group_metrics(
             [group.group.get_total_rewards() for group in groups_P],
             num_turns=len(turns),
