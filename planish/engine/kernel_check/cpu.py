@@ -110,7 +110,11 @@ _FLOAT, _HALF, _BOTH = (torch.float32,), (torch.bfloat16,), (torch.float32, torc
 _MODELS = {
     "matmul": ((_QWEN, _BOTH), (_ODD, _FLOAT)),
     "lora": ((_QWEN, _BOTH),),
-    "attention": ((_QWEN, _BOTH), (_GEMMA, _FLOAT), (_GPT_OSS, _HALF)),
+    "attention": (
+        (replace(_QWEN, qk_norm=False), _BOTH),
+        (replace(_GEMMA, qk_norm=False), _BOTH),
+        (_GPT_OSS, _HALF),
+    ),
     "norms": ((_QWEN, _BOTH), (_ODD, _HALF)),
     "rope": ((_QWEN, _BOTH), (_ODD, _HALF)),
     "swiglu": ((_QWEN, _BOTH), (_GEMMA, _BOTH), (_GPT_OSS, _BOTH)),

@@ -55,21 +55,21 @@ _SAMPLED = {"norms", "rope", "sampling", "attention", "lora"}
 class _TableLora:
     """The adapters of the sampler in tables, as in the runner with CUDA graphs (see `Lora`)."""
 
-    def __init__(self, backend: Backend, sizes: Sizes) -> None:
+    def __init__(self, backend: Backend) -> None:
         lora: Lora = backend.parts.lora
         self.packs_layer_adapters = self.packs_head_adapters = False
         self.pack_adapter, self.packed_adapter_sizes = lora.pack_adapter, lora.packed_adapter_sizes
         self.can_stack = lora.can_stack
         self.add_lora_, self.lora_backward_ = lora.add_lora_, lora.lora_backward_
-        max_rows = max(sum(sizes.prompt_lengths) + len(sizes.prompt_lengths), *sizes.lora_rows)
-        self._tables = AdapterTables(
-            backend.config, backend.dtype, backend.device, max_rows, len(sizes.lora_ranks)
-        )
+        self._backend = backend
 
     def adapter_batch(self, adapters: Sequence[AdapterRange]) -> AdapterBatch:
-        """Return the tables with these adapters, valid until the next call."""
-        self._tables.fill(adapters)
-        return self._tables
+        """Return tables for a batch of this size, which decides how sums are divided."""
+        backend, num_rows = self._backend, max(rows.stop for rows in adapters)
+        model = (backend.config, backend.dtype, backend.device)
+        tables = AdapterTables(*model, num_rows, len(adapters))
+        tables.fill(adapters)
+        return tables
 
 
 def main() -> None:
@@ -133,6 +133,8 @@ def check_family(
     """
     sizes = sizes or Sizes()
     config = checked_config(model)
+    if "attention" in family:
+        config = replace(config, qk_norm=False)
     if family == "graphs":
         _check_graphs(triton_backend(config, dtype, device, FAMILIES), sizes)
         return
@@ -141,7 +143,7 @@ def check_family(
         # One kernel normalizes and rotates the heads.
         backend = triton_backend(config, dtype, device, ["rope", "norms"])
     if family == "lora":
-        backend = backend.with_parts(replace(backend.parts, lora=_TableLora(backend, sizes)))
+        backend = backend.with_parts(replace(backend.parts, lora=_TableLora(backend)))
     check = ModelCheck(backend, family, sizes)
     if family in _TRAINED:
         check.train()

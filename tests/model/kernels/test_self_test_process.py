@@ -162,7 +162,7 @@ WAITING = "open(os.environ['STARTED'], 'w').write(str(os.getpid()))\ntime.sleep(
 
 def wait_for(path: Path) -> int:
     """Return the number that another process writes to the file."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not (path.exists() and path.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -170,8 +170,8 @@ def wait_for(path: Path) -> int:
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether the process is gone or a zombie, after a wait of up to 60 seconds."""
-    deadline = time.monotonic() + 60
+    """Return whether the process is gone or a zombie, after a wait of up to 300 seconds."""
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -199,7 +199,7 @@ def test_an_interrupted_self_test_has_no_verdicts(tmp_path, monkeypatch):
     pid = wait_for(started)
     assert os.getpgid(pid) == pid  # Ctrl-C in a terminal does not reach the process.
     interrupt_self_tests()
-    thread.join(60)
+    thread.join(300)
     assert raised
     assert has_ended(pid)
 
@@ -226,7 +226,41 @@ def test_a_self_test_ends_with_its_parent(tmp_path, number):
     )
     pid = wait_for(started)
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
+    assert has_ended(pid)
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_a_model_is_loaded_ends_its_self_test(tmp_path):
+    """A terminal sends SIGINT to the process group of planish. The load runs in a thread."""
+    started = tmp_path / "started"
+    load = f"""
+import time
+from pathlib import Path
+from planish.engine.base_models import BaseModels
+from planish.engine.settings import EngineSettings
+from planish.model.kernels.self_test_process import run_self_test
+models = BaseModels(None, EngineSettings(device="cpu"), None)
+models.directory = lambda name: Path(name)
+models._load = lambda directory: run_self_test(
+    {FAMILIES!r}, lambda *_: {{}}, {program(tmp_path, WAITING)!r}, 600, {{}}
+)
+try:
+    models.get("model")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", load],
+        env={**os.environ, "STARTED": str(started), "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    pid = wait_for(started)
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=300)
+    assert out == "interrupted\n"
     assert has_ended(pid)
 
 
