@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planish.renderers.codec import Control, Piece
-from planish.renderers.forms import CallForm
+from planish.renderers.forms import CallForm, Pattern
+from planish.renderers.messages import Call
 from planish.renderers.python_calls import read_python_calls
 from planish.renderers.tagged_parser import CallTags, ReadList
 from planish.renderers.tool_calls import (
@@ -53,6 +54,12 @@ class CallSyntax:
         tags = self.tags
         ends = () if tags.end is None else (tags.end,)
         return tuple(tag.text for tag in (tags.begin, *ends, *tags.inner_tags, *tags.section_tags))
+
+    def write(self, call: Call) -> str:
+        """Return the text of a call with a JSON object as arguments, in the form for grammars."""
+        assert self.form is not None
+        before = [piece for piece in self.form.before_arguments if not isinstance(piece, Pattern)]
+        return as_text([*self.form.begin, call.name, *before, call.arguments, *self.form.end])
 
     def read(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Parse the text and the calls of a sampled message. Returns a dictionary with `content`

@@ -108,5 +108,8 @@ def _call_text(message: CheckedMessage, index: int) -> str:
 
 
 def _read_calls(text: str) -> tuple[list[dict[str, Any]] | None, str | None]:
-    """Read one call, or several that are separated by semicolons."""
-    return read_llama_call(text.removeprefix("<|python_tag|>"))
+    """Read one call. A message has no more, so several calls are text."""
+    calls, error = read_llama_call(text.removeprefix("<|python_tag|>"))
+    if calls is not None and len(calls) > 1:
+        return None, "there is more than one call"
+    return calls, error

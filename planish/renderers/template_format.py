@@ -96,7 +96,7 @@ class TemplateFormat(StopTokenFormat):
         opens = () if traits.opens_thought else (Control(begin), "\n")
         return Capabilities(
             roles=traits.roles,
-            thinking=traits.form.thinking is not None or traits.opens_thought,
+            thinking=traits.form.thinking is not None or traits.think_tags is not None,
             samples_thinking=traits.samples_thinking,
             thought=ThoughtForm(opens, (Control(end),)),
             calls=traits.syntax.form if traits.syntax else None,
@@ -174,6 +174,10 @@ class TemplateFormat(StopTokenFormat):
                 pieces = begun_in_thought(pieces, begin)
             thought, pieces = split_thought(pieces, calls, (begin, end))
         read = syntax.read(pieces) if syntax else {"content": as_text(pieces)}
+        num_calls = len(read.get("tool_calls", ()))
+        if not traits.can_write(num_calls, read["content"]) and not traits.writes_raw_calls:
+            # The template could not write the message again, and the model was not trained on it.
+            read = {"content": as_text(pieces)}
         message: dict[str, Any] = {"role": "assistant", **read}
         if thought is not None:
             message["content"] = message["content"].lstrip("\n")

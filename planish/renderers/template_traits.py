@@ -82,6 +82,17 @@ class TemplateTraits:
     stops_in_next_header: bool = False
     """Whether the stop tokens belong to the header of the next message, as in GLM 4.5."""
 
+    def can_write(self, num_calls: int, text: str) -> bool:
+        """Return whether the template writes a message with so many calls and this text."""
+        has_room = num_calls <= 1 or self.has_several_calls
+        return has_room and (self.calls_have_text or not num_calls or not text.strip())
+
+    @property
+    def writes_raw_calls(self) -> bool:
+        """Whether planish can write calls as a part of the text, in the syntax of the model."""
+        syntax = self.syntax
+        return syntax is not None and syntax.tags is not None and syntax.form is not None
+
     @property
     def opens_thought(self) -> bool:
         """Whether prompts end within a block of reasoning."""

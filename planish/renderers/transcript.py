@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Container, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -37,7 +38,7 @@ class Transcript:
         """Raises ValueError if the template cannot write one of the messages."""
         self.template = template
         self.traits = traits
-        self.messages = messages
+        self.messages = [self._writable(index, message) for index, message in enumerate(messages)]
         self.markers = Markers.absent_from([text for one in messages for text in _texts(one)])
         self._renderings: dict[tuple[int, bool], Rendering] = {}
         first = messages[0] if messages else None
@@ -46,8 +47,6 @@ class Transcript:
                 "messages[0] offers tools, and the chat template writes tools only in a system "
                 "message: give the message a content"
             )
-        for index, message in enumerate(messages):
-            self._check_calls(index, message)
 
     def prompt_turns(self) -> list[Turn]:
         """Return the turns of the prompt for the next answer. The last turn is its header."""
@@ -100,17 +99,22 @@ class Transcript:
         # Some templates end the last answer with another stop token than the answers before it.
         return after.code.startswith(upto.code[:end]) and after.control_at(end) in self.traits.stops
 
-    def _check_calls(self, index: int, message: CheckedMessage) -> None:
-        if len(message.calls) > 1 and not self.traits.has_several_calls:
+    def _writable(self, index: int, message: CheckedMessage) -> CheckedMessage:
+        """Return a message whose calls are a part of its text if the template would leave out the
+        text, or all but one of the calls.
+        """
+        traits = self.traits
+        if traits.can_write(len(message.calls), message.text):
+            return message
+        syntax = traits.syntax
+        if syntax is None or not traits.writes_raw_calls or (syntax.form and syntax.form.xml):
+            what = "text and tool calls" if message.text.strip() else "several tool calls"
             raise ValueError(
-                f"messages[{index}] has {len(message.calls)} tool calls, and the chat template "
-                "writes one call in a message; split the message"
+                f"messages[{index}] has {what}, and the chat template leaves out a part of them; "
+                "remove the text, and give one call in a message"
             )
-        if message.calls and message.text.strip() and not self.traits.calls_have_text:
-            raise ValueError(
-                f"messages[{index}] has text and tool calls, and the chat template leaves out one "
-                "of the two; remove the text"
-            )
+        raw = tuple(map(syntax.write, message.calls))
+        return replace(message, calls=(), unparsed_calls=(*raw, *message.unparsed_calls))
 
     @cached_property
     def _tools(self) -> list[Any]:

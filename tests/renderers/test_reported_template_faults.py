@@ -174,3 +174,18 @@ def test_a_renderer_can_be_sent_to_another_process():
     renderer = get_renderer("template", family_tokenizer("qwen", "qwen3"))
     copy = pickle.loads(pickle.dumps(renderer.format))
     assert copy == renderer.format
+
+
+def test_reasoning_that_the_template_never_writes_does_not_end_an_episode():
+    """A template may strip reasoning, although the model writes it."""
+    renderer = made("{{ message.content.split('</think>')[-1] | trim }}{# <think> #}")
+    sampled = renderer.tokenizer.encode(
+        "<think>\nHm.\n</think>\n\nYes<|im_end|>", add_special_tokens=False
+    )
+    message, _ = renderer.parse_response(sampled)
+    assert message["content"][0] == {"type": "thinking", "thinking": "Hm."}
+    messages: list[Any] = [HELLO, message, HELLO]
+    prompt = str(renderer.tokenizer.decode(renderer.build_generation_prompt(messages).to_ints()))
+    assert "Hm." not in prompt
+    with pytest.raises(ValueError, match="leaves out its reasoning"):
+        renderer.build_supervised_example(messages[:2])

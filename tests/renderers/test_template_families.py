@@ -247,6 +247,31 @@ def test_a_trained_answer_follows_its_prompt_and_is_parsed_as_it_was_given(name)
     assert num_cases >= 1
 
 
+@pytest.mark.parametrize("name", ["hermes_like", "mistral_7b", "llama3_1"])
+def test_a_sample_that_the_template_cannot_write_does_not_end_an_episode(name):
+    """These templates leave out the text of a message with calls."""
+    renderer = RENDERERS[name]
+    call = {
+        "hermes_like": '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+        "mistral_7b": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "123456789"}]',
+        "llama3_1": '{"name": "add", "parameters": {}}; {"name": "add", "parameters": {}}',
+    }[name]
+    text = call if name == "llama3_1" else f"Wait.\n{call}"
+    tokenizer: Any = renderer.tokenizer
+    sampled = [*tokenizer.encode(text, add_special_tokens=False), renderer.get_stop_sequences()[0]]
+    message, _ = renderer.parse_response(sampled)
+    hello = {"role": "user", "content": "Hi"}
+    messages = with_tools(renderer, [hello, message, hello], TOOLS)
+    continuation = renderer.build_continuation(messages, len(messages) - 2, sampled)
+    prompt = str(tokenizer.decode(renderer.build_generation_prompt(messages).to_ints()))
+    if name == "hermes_like":
+        assert [call["function"]["name"] for call in message["tool_calls"]] == ["add"]
+        assert f"<|im_start|>assistant\n{text}<|im_end|>" in prompt
+    else:
+        assert message == {"role": "assistant", "content": text}
+    assert continuation is None or "Hi" in str(tokenizer.decode(continuation))
+
+
 def test_switches_of_templates():
     """Granite does not think by default, and says so in its system message."""
     tokenizer = RENDERERS["granite_like"].tokenizer
