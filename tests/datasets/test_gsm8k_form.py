@@ -38,15 +38,16 @@ def test_an_answer_without_the_mark_is_the_answer(tmp_path):
 
 
 def test_columns_that_are_not_used_are_refused_or_named(tmp_path, caplog):
-    path = write(tmp_path / "own.jsonl", ROW, {**ROW, "level": "hard", "system": "Be brief."})
+    path = write(tmp_path / "own.jsonl", ROW, {**ROW, "level": "hard", "topic": "sums"})
     load_problems(str(path), "train")
     assert (
         f'dataset {path}, train: columns that are not used: "level" (1 row, first in {path}, line '
-        f'2), "system" (1 row, first in {path}, line 2)'
+        f'2), "topic" (1 row, first in {path}, line 2)'
     ) in caplog.text
-    write(path, {**ROW, "images": ["a.png"]})
-    with pytest.raises(UserError, match='line 1: the column "images" has'):
-        load_problems(str(path), "train")
+    for unused in ({"images": ["a.png"]}, {"system": "Be brief."}):
+        write(path, {**ROW, **unused})
+        with pytest.raises(UserError, match=f'line 1: the column "{next(iter(unused))}" has'):
+            load_problems(str(path), "train")
 
 
 def test_a_line_separator_inside_a_string_does_not_end_a_row(tmp_path):
