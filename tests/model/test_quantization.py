@@ -181,7 +181,10 @@ def test_dequantizing_takes_no_more_memory_than_planned(scheme, monkeypatch):
     at_once = 1 << 14
     monkeypatch.setattr(quantization, "_DEQUANTIZED_AT_ONCE", at_once)
     weights = [in_scheme(scheme, 512, 256) for _ in range(2)]
-    four_bit_values(type(weights[0]), torch.device("cpu")), mxfp4_scales(), dynamic_values()
+    # These tables are made once and kept.
+    four_bit_values(type(weights[0]), torch.device("cpu"))
+    mxfp4_scales()
+    dynamic_values()
     with _LiveBytes() as counted:
         out = dequantized(weights, torch.bfloat16)
     planned = DEQUANTIZATION_BYTES // (1 << 23) * at_once

@@ -13,6 +13,8 @@ from streamed import Reading, streamed
 
 from planish.renderers import Renderer, Termination, get_renderer, get_text_content
 from planish.renderers.messages import get_thinking_content
+from planish.renderers.template_format import TemplateFormat
+from planish.renderers.template_traits import TemplateTraits
 
 CALLS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -124,6 +126,15 @@ def renderer_of(name: str) -> Renderer:
     return get_renderer("template", tokenizer, current_date="2025-06-28")
 
 
+def traits_of(renderer: Renderer) -> TemplateTraits:
+    assert isinstance(renderer.format, TemplateFormat)
+    return renderer.format.traits
+
+
+def stop_ids(renderer: Renderer) -> list[int]:
+    return [stop for stop in renderer.get_stop_sequences() if isinstance(stop, int)]
+
+
 RENDERERS = {name: renderer_of(name) for name in FAMILIES}
 
 
@@ -133,7 +144,7 @@ def test_traits_are_found_in_the_output(name):
     tokenizer: Any = renderer.tokenizer
     stops = tokenizer.convert_ids_to_tokens(renderer.get_stop_sequences())
     assert stops == family.stops
-    traits = renderer.format.traits
+    traits = traits_of(renderer)
     assert (traits.syntax.name if traits.syntax else None) == family.syntax
     capabilities = renderer.format.capabilities
     assert capabilities.tools == (family.syntax is not None)
@@ -171,7 +182,7 @@ def cases(name: str) -> Iterator[tuple[str, list[dict[str, Any]], bool]]:
 
 def for_transformers(renderer: Renderer, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages in the form of the template's documentation."""
-    form = renderer.format.traits.form
+    form = traits_of(renderer).form
     made = []
     for one in messages:
         message = dict(one)
@@ -302,20 +313,21 @@ def test_a_stop_token_of_the_next_header_is_trained_once():
     answer = "\n<think></think>\nYes<|user|>"
     assert renderer.tokenizer.decode(sampled) == answer * 2
     prompt = renderer.build_generation_prompt(turn[:1]).to_ints()
-    sampled = renderer.codec.encode(["\nYes"]) + renderer.get_stop_sequences()[:1]
+    text = renderer.codec.encode(["\nYes"])
+    first, second = stop_ids(renderer)
+    sampled = [*text, first]
     continuation = renderer.build_continuation(turn + turn[:1], 1, sampled)
     assert continuation is not None
-    text = renderer.tokenizer.decode(prompt + sampled + continuation)
-    assert text == "[gMASK]<sop><|user|>\nHi<|assistant|>\nYes<|user|>\nHi<|assistant|>"
-    other = sampled[:-1] + renderer.get_stop_sequences()[1:]
-    assert renderer.build_continuation(turn + turn[:1], 1, other) is None
+    decoded = renderer.tokenizer.decode(prompt + sampled + continuation)
+    assert decoded == "[gMASK]<sop><|user|>\nHi<|assistant|>\nYes<|user|>\nHi<|assistant|>"
+    assert renderer.build_continuation(turn + turn[:1], 1, [*text, second]) is None
 
 
 def test_the_two_stop_tokens_of_olmo_continue_a_conversation():
     renderer = RENDERERS["olmo3_like"]
     hello = {"role": "user", "content": "Hi"}
     messages = [hello, {"role": "assistant", "content": "Yes"}, hello]
-    eos, end = renderer.get_stop_sequences()
+    eos, end = stop_ids(renderer)
     text = renderer.codec.encode(["Yes"])
     continuation = renderer.build_continuation(messages, 1, [*text, end])
     assert continuation is not None

@@ -127,10 +127,13 @@ async def test_a_start_reads_no_texts_of_sessions_and_models(model_dir, data_dir
         client = await Client.start(server)
         await server.sessions.create(TENANT, SessionSpec(user_metadata=METADATA))
         model = await client.model(user_metadata=METADATA)
-        assert not server.models.get(model.model_id).row.user_metadata
+        opened = server.models.get(model.model_id)
+        assert opened is not None
+        assert not opened.row.user_metadata
         await model.step()
     async with running(model_dir, data_dir) as server:
         opened = server.models.get(model.model_id)
+        assert opened is not None
         assert not opened.row.user_metadata
         model.client.server = server
         await model.step()  # restores the model, with its metadata

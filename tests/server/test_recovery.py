@@ -546,6 +546,7 @@ async def test_a_snapshot_is_not_recorded_if_a_sampler_before_it_could_not_be_sa
         sampler = await publish_unsaved_sampler(server, monkeypatch, may_fail, failures=1000)
         model = sampler.model
         opened = server.models.get(model.model_id)
+        assert opened is not None
         while opened.adapter.is_snapshotting:
             await asyncio.sleep(0.01)
         monkeypatch.setattr(server.engine, "submit", hold_snapshots)

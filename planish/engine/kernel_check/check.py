@@ -219,7 +219,7 @@ class ModelCheck:
             if name.endswith(("q_proj.weight", "qkv_proj.weight")):
                 config = self.config
                 rows = config.num_heads * config.head_dim * (2 if config.output_gate else 1)
-                weight[:rows].view(config.num_heads, -1, shape[1])[::2] *= _QUERY_SCALE
+                weight[:rows].unflatten(0, (config.num_heads, -1))[::2] *= _QUERY_SCALE
             weights[name] = weight
         return weights
 
