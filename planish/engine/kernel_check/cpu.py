@@ -1,7 +1,8 @@
 """The self-test of the C++ kernels: the check of kernels (check.py) with small models of all kinds.
 
-kernels/cpp/self_test.py runs this program once per machine, in a separate process, because a faulty kernel may
-crash its process. It reads a request from its standard input (self_test_process.py).
+kernels/cpp/self_test.py runs this program once per machine, in a separate process, because a
+faulty kernel may crash its process. It reads a request from its standard input
+(self_test_process.py).
 """
 
 from __future__ import annotations
