@@ -84,8 +84,11 @@ class Sizes:
     In the smaller batch, several programs of the Triton kernel share one sum (split-K). In the
     larger one, each sum belongs to one program.
     """
-    quantized_rows: tuple[int, ...] = (1, 5, 37)
-    """Batch sizes for quantized weights."""
+    quantized_rows: tuple[int, ...] = (1, 21, 37, 150, 521)
+    """Batch sizes for quantized weights.
+
+    Each has another tile, and with the last one the weights are dequantized first.
+    """
 
 
 @dataclass(eq=False)

@@ -219,8 +219,8 @@ def _triton_parts(
 ) -> Parts:
     kernels, tilings = elementwise_kernels(), RowTilings(tiling)
     packer: WeightPacker = TorchPacker(dtype, device)
-    if "quantized" in families and tiling is None:
-        packer = TritonPacker(dtype, packer)
+    if "quantized" in families:
+        packer = TritonPacker(dtype, packer, is_batch_invariant=tiling is not None)
     matmuls = FrozenMatmuls(packer, dtype, device, tilings)
     parts = _torch_parts(config, dtype, device, tilings, matmuls)
     attention: Attention = TorchAttention(config, dtype, device, tilings)

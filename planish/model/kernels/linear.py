@@ -174,7 +174,7 @@ class PackedQuantizedWeight(PackedWeight, Protocol):
 class DequantizedWeights:
     """Quantized weights [out, in], which torch dequantizes for each matmul and then frees.
 
-    This is the reference implementation. A kernel dequantizes small tiles instead.
+    This is the reference implementation. Kernels dequantize small tiles, or all weights at once.
     """
 
     is_batch_invariant = False
@@ -191,7 +191,7 @@ class DequantizedWeights:
 
     def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x @ weight.T plus the bias [out]: [T, out]. `x`: [T, in]."""
-        weight = dequantized(self._weights, self._dtype)
+        weight = self._dequantized()
         # Use the kernel of unquantized weights. `F.linear` may add in another order, for which the
         # probe for batch invariance (reference/probe.py) found no rule.
         packed = self._packer([weight], False)
@@ -199,7 +199,11 @@ class DequantizedWeights:
 
     def matmul_backward(self, grad: Tensor) -> Tensor:
         """Return grad @ weight: [T, in]. `grad`: [T, out]."""
-        return grad @ dequantized(self._weights, self._dtype)
+        return grad @ self._dequantized()
+
+    def _dequantized(self) -> Tensor:
+        """Return the fused weight [out, in]."""
+        return dequantized(self._weights, self._dtype)
 
 
 Packer = Callable[[Sequence[Tensor], bool], PackedWeight | None]

@@ -63,7 +63,7 @@ SMALL = Sizes(
     samples_per_prompt=(3, 1),
     max_sampled_tokens=100,
     lora_rows=(37, 530),
-    quantized_rows=(1, 9),
+    quantized_rows=(1, 21, 70, 521),
 )
 
 
@@ -140,6 +140,11 @@ FAULTS = [
     ("lora", "lora", "low + linear * rank", "low"),
     ("lora", "lora", "has_row = index < tl.load(tile + 1)", "has_row = index < tl.load(tile + 1) - 1"),
     ("lora", "lora", "if tl.load(module_pointers) != 0:", "if tl.load(tile) != 0:"),
+    ("quantized", "quantized", "tl.interleave(even, odd)", "tl.interleave(odd, even)"),
+    ("quantized", "quantized", "scale * group_scale + tl.load(offset)", "scale * group_scale"),
+    ("quantized", "quantized", "(n // row_block * scale_stride)[:, None]", "(n * 0)[:, None]"),
+    ("quantized", "quantized", "inside = block < blocks", "inside = block < blocks - 1"),
+    ("quantized", "quantized", "total += dot(odd, ", "total += 0 * dot(odd, "),
 ]  # fmt: skip
 
 

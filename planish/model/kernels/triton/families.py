@@ -27,8 +27,8 @@ FAMILIES = (
 """The families of kernels. The kernels of a family are tested, and replaced by torch, together.
 
 "attention" is the sampler's attention (prefill and decode). "tree attention" is the trainer's
-attention over prefix trees. "quantized" is the matmuls of decoding steps with quantized weights.
-"graphs" is the sampler's decoding step captured as a CUDA graph.
+attention over prefix trees. "quantized" is the matmuls with quantized weights, and the kernels that
+dequantize these weights. "graphs" is the sampler's decoding step captured as a CUDA graph.
 """
 
 _OF_HEADS = ("attention", "tree attention", "lora", "graphs")

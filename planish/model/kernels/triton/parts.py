@@ -1,10 +1,10 @@
 """The parts of a backend that compute with Triton kernels.
 
-torch computes the matmuls with frozen weights, except those of decoding steps with quantized
-weights. It also computes what the kernels do not support: unusual head sizes, attention windows and
-sinks, gated delta nets, GeGLU, experts, and families that failed their self-test. In deterministic
-mode torch computes attention and LoRA too, because the order of additions of these kernels depends
-on the batch.
+torch computes the matmuls with frozen weights, except those of few rows with quantized weights. It
+also computes what the kernels do not support: unusual head sizes, attention windows and sinks,
+gated delta nets, GeGLU, experts, and families that failed their self-test. In deterministic mode
+torch computes all matmuls, attention and LoRA, because the order of additions of these kernels
+depends on the batch.
 
 Triton is absent on machines without a GPU. So the modules of the kernels are imported only when a
 part is made.
@@ -47,12 +47,19 @@ def elementwise_kernels() -> Any:
 
 
 class TritonPacker:
-    """Packs quantized weights for the kernels of decoding steps (see `WeightPacker`)."""
+    """Packs quantized weights for Triton kernels (see `WeightPacker`)."""
 
-    def __init__(self, dtype: torch.dtype, fallback: WeightPacker) -> None:
-        """`dtype`: the dtype of the model. `fallback`: packs what the kernels do not support."""
+    def __init__(
+        self, dtype: torch.dtype, fallback: WeightPacker, *, is_batch_invariant: bool
+    ) -> None:
+        """`dtype`: the dtype of the model. `fallback`: packs weights that are not quantized.
+
+        `is_batch_invariant`: whether torch must compute all matmuls, with dequantized weights.
+        """
         self._kernels: Any = import_module("planish.model.kernels.triton.quantized_kernels")
         self._dtype, self._fallback = dtype, fallback
+        self._buffer = self._kernels.WeightBuffer(dtype)
+        self._max_rows = 0 if is_batch_invariant else self._kernels.MAX_ROWS
 
     def can_pack(self, fan_out: int, fan_in: int) -> bool:
         """Return False, because torch computes the matmuls."""
@@ -67,10 +74,10 @@ class TritonPacker:
         return self._fallback.packs_dequantized(fan_out, fan_in, is_fp8=is_fp8)
 
     def pack_quantized(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight:
-        """Return the codes for the kernels, if they support them."""
-        if not self._kernels.supports(weights):
-            return self._fallback.pack_quantized(weights)
-        found: PackedQuantizedWeight = self._kernels.QuantizedCodes(weights, self._dtype)
+        """Return the codes for the kernels."""
+        found: PackedQuantizedWeight = self._kernels.QuantizedCodes(
+            weights, self._dtype, self._buffer, self._max_rows, packer=self._fallback.pack
+        )
         return found
 
 
