@@ -33,6 +33,7 @@ LAYERS = (
     ("model",),
     ("renderers",),
     ("engine",),
+    ("fleet",),
     ("client", "server"),
     ("planish",),
     ("completers", "runlog"),
@@ -62,11 +63,12 @@ ABOVE_THE_SEAM = (
     "recipes",
     "tool_use",
 )
-FORBIDDEN = {(part, "engine") for part in ABOVE_THE_SEAM}
+FORBIDDEN = {(part, lower) for part in ABOVE_THE_SEAM for lower in ("engine", "fleet")}
 FORBIDDEN |= {("server", "client"), ("client", "server")}
 IN_FUNCTIONS = {
     ("planish.commands.checkpoints", "planish.export"),
     ("planish.client.local", "planish.engine"),
+    ("planish.client.local", "planish.fleet"),
     ("planish.commands.models", "planish.model"),
     ("planish.commands.run", "planish.server"),
 }

@@ -1,4 +1,5 @@
-"""Creates the service behind a client: an engine in this process, or a connection to a server.
+"""Creates the service behind a client: an engine in this process, an engine in a process of its own,
+or a connection to a server.
 
 The engine and the HTTP client (in remote_http) are imported at first use, so `import planish`
 imports neither.
@@ -21,13 +22,29 @@ set for scripts of the tinker SDK, ServiceClient() without a URL starts an engin
 """
 
 
+ENGINES = ("thread", "process")
+"""Where an engine runs: in a thread of this process, or in a process of its own."""
+
+
 def start_engine(
-    models: Mapping[str, str] | None, data_dir: str | Path | None, settings: Mapping[str, Any]
+    models: Mapping[str, str] | None,
+    data_dir: str | Path | None,
+    settings: Mapping[str, Any],
+    engine: str = "thread",
 ) -> Service:
-    """Start an engine in this process. `settings` are the fields of EngineSettings."""
+    """Start an engine. `settings` are the fields of EngineSettings, and `engine` one of ENGINES."""
+    if engine not in ENGINES:
+        raise UserError(
+            f"engine={engine!r}: give 'thread' for an engine in this process, or 'process' for one "
+            "in a process of its own"
+        )
     from planish.engine.engine import Engine
     from planish.engine.settings import EngineSettings
 
+    if engine == "process":
+        from planish.fleet.start import start_process
+
+        return start_process(models, data_dir, settings)
     return Engine(models, data_dir, EngineSettings(**settings))
 
 

@@ -58,6 +58,7 @@ class ServiceClient(RefusesMethods):
         max_batch: int | None = None,
         substitute_losses: Mapping[str, str] | None = None,
         quantize: str | None = None,
+        engine: str = "thread",
         service: Service | None = None,
     ) -> None:
         """Start an engine in this process, or connect to a server if there is a URL.
@@ -65,11 +66,14 @@ class ServiceClient(RefusesMethods):
         `base_url` is the URL of a server (default: the environment's PLANISH_BASE_URL), and
         `api_key` its key (default: PLANISH_API_KEY, else TINKER_API_KEY).
 
-        The other options are for an engine in this process. `models` maps names of base models to
+        The other options are for an engine on this machine. `models` maps names of base models to
         directories, or to themselves, for models that are used together on a GPU. `data_dir` is the
         directory for checkpoints (default: PLANISH_DATA, else ~/.local/share/planish/runs). The
-        options from `dtype` on are the fields of `planish.engine.settings.EngineSettings`; None
-        means the default.
+        options from `dtype` to `quantize` are the fields of
+        `planish.engine.settings.EngineSettings`; None means the default. With `engine="process"`,
+        the engine runs in a process of its own, with the same results. The engine then does not
+        share Python's interpreter lock with the caller. If the process dies, operations raise
+        EngineClosedError.
 
         `user_metadata` is stored with every checkpoint. `service` is an existing service to use
         instead of a new engine or session; `close` does not close it.
@@ -103,11 +107,18 @@ class ServiceClient(RefusesMethods):
                 )
             session_service = service
         elif url := resolve_server_url(
-            base_url, api_key, {"models": models, "data_dir": data_dir, **settings}
+            base_url,
+            api_key,
+            {
+                "models": models,
+                "data_dir": data_dir,
+                **settings,
+                "engine": None if engine == "thread" else engine,
+            },
         ):
             session_service = connect(url, api_key, metadata)
         else:
-            session_service = start_engine(models, data_dir, settings)
+            session_service = start_engine(models, data_dir, settings, engine)
         self._owns_service = service is None
         self._session = Session(session_service, metadata)
 

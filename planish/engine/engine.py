@@ -28,6 +28,7 @@ from planish.engine.constraints.grammar import Grammar
 from planish.engine.engine_thread import EngineThread
 from planish.engine.memory import DeviceMemory
 from planish.engine.preparation import Preparation
+from planish.engine.replication import AdapterVersion
 from planish.engine.settings import EngineSettings
 from planish.engine.training_operations import TrainingOperations
 from planish.errors import CheckpointError, EngineClosedError
@@ -35,7 +36,7 @@ from planish.model.config import ModelConfig
 from planish.model.listing import list_models
 from planish.model.sources import checked_mapping, models_from_env_var
 from planish.processes.threads import limit_threads
-from planish.service import CheckpointInfo, Operation, Sample, SamplerInfo
+from planish.service import CheckpointInfo, ForwardBackward, Operation, Sample, SamplerInfo
 from planish.types import (
     Checkpoint,
     CheckpointPath,
@@ -191,6 +192,32 @@ class Engine:
             else self._base_models.get(base_model)
         )
         return base.grammars.prepare(constraint, operation.cache_owner)
+
+    def load_base_model(self, name: str) -> str:
+        """Load a base model, unless it is loaded, and return the fingerprint of its weights."""
+        self._check_open()
+        return self._base_models.get(name).fingerprint
+
+    def add_version(self, version: AdapterVersion) -> None:
+        """Make a version of another engine's adapter known (see replication.py)."""
+        self._check_open()
+        self._preparation.add_version(version)
+
+    def drop_version(self, name: str) -> None:
+        """Forget a version. Samplers that were created from the version keep its weights."""
+        self._preparation.versions.pop(name, None)
+
+    def read_checkpoint(self, path: str, base_model: str | None) -> AdapterVersion:
+        """Return the adapter of the checkpoint at a tinker:// path as a version."""
+        self._check_open()
+        return self._preparation.read_checkpoint(path, base_model)
+
+    def micro_batch_rows(self, operation: ForwardBackward) -> list[int]:
+        """Check an operation, and return the number of computed tokens of each of its
+        micro-batches. The computation is not started.
+        """
+        self._check_open()
+        return self._preparation.micro_batch_rows(operation)
 
     def progress(self) -> int | None:
         """Return a number that stays the same while the engine thread hangs; None without work."""

@@ -43,7 +43,6 @@ from planish.engine.training_models import (
 from planish.engine.training_operations import TrainingOperations
 from planish.errors import EngineClosedError, PlanishError, UserError, is_out_of_memory
 from planish.model.kernels.linear import before_each_matmul
-from planish.model.lora import LoraWeights
 from planish.processes.background import BackgroundThread, wait_for_saves
 from planish.processes.threads import short_switch_interval
 from planish.service import ReleaseSampler
@@ -302,8 +301,7 @@ class EngineThread:
                 session.failure = _CANCELLED_CREATION
                 return
             if loaded_adapter is not None:
-                base, master = session.base, loaded_adapter.state["master"]
-                session.weights = LoraWeights(loaded_adapter.layout, master, base.backend)
+                session.weights = loaded_adapter.sampler_weights(session.base)
             session.version = loaded_adapter.version if loaded_adapter is not None else "base"
         except BaseException as error:
             session.failure = str(error)

@@ -16,12 +16,23 @@ from typing import Any
 from planish.engine.base_models import BaseModel, BaseModels
 from planish.engine.checkpoint_loading import CheckpointLoader
 from planish.engine.checkpoints.store import CheckpointStore, name_taken_error
+from planish.engine.replication import (
+    AdapterVersion,
+    ComputePart,
+    CreateVersionSampler,
+    ExportWeights,
+    FinishParts,
+    RejectNextStep,
+)
 from planish.engine.training_models import (
+    AddedVersion,
     QueuedCreation,
     QueuedDeferredForwardBackward,
+    QueuedFinish,
     QueuedForwardBackward,
     QueuedLoad,
     QueuedOperation,
+    QueuedPart,
     QueuedPublish,
     QueuedSample,
     QueuedSamplerCreation,
@@ -85,6 +96,8 @@ class Preparation:
         """Number of operations with a substituted loss, by (requested loss, substitute)."""
         self.training_models: dict[str, TrainingModel] = {}
         self.sampler_sessions: dict[str, SamplerSession] = {}
+        self.versions: dict[str, AddedVersion] = {}
+        """The versions of adapters of other engines by name."""
         self.created_model_ids: set[str] = set()
         """Ids of all training models that were ever created."""
 
@@ -92,6 +105,7 @@ class Preparation:
         """Forget all training models and samplers."""
         self.training_models.clear()
         self.sampler_sessions.clear()
+        self.versions.clear()
 
     def prepare(self, op: Operation[Any], future: Future[Any]) -> QueuedOperation:
         """Check an operation, and return it with what the engine thread needs to run it.
@@ -139,9 +153,67 @@ class Preparation:
                 return QueuedDeferredForwardBackward(
                     op, future, self._model_by_id(op.model_id), loss_fn
                 )
-            case OptimStep():
+            case OptimStep() | ExportWeights() | RejectNextStep():
                 return QueuedTraining(op, future, self._model_by_id(op.model_id))
+            case ComputePart():
+                return self._prepare_part(op, future)
+            case FinishParts():
+                return QueuedFinish(
+                    op, future, self._model_by_id(op.model_id), self._loss_to_compute(op.loss_fn)
+                )
+            case CreateVersionSampler():
+                added = self._version_by_name(op.version)
+                session = self._new_session(
+                    op.sampler_id, added.model.base, added.model.base_model, None
+                )
+                return QueuedSamplerCreation(op, future, session, added)
         raise TypeError(f"operation is a {type(op).__name__}, which the engine does not support")
+
+    def add_version(self, version: AdapterVersion) -> None:
+        """Make a version known, for `CreateVersionSampler` and `ComputePart`."""
+        base = self._base_models.get(version.base_model)
+        base.check_rank(version.lora.rank)
+        layout = LoraLayout(base.config, version.lora)
+        vector = version.vector()
+        found = AdapterVersion.from_vector(
+            version.base_model, base.fingerprint, version.lora, vector
+        )
+        if found.name != version.name or vector.dtype != base.backend.dtype:
+            raise UserError(
+                f"base_model={version.base_model!r}: the weights or their dtype here differ from "
+                "those on the engine that sent a version of an adapter; give all machines the same "
+                "files, and kinds of devices that support the same dtype"
+            )
+        model = TrainingModel(f"version:{version.name}", base, version.base_model, layout, {})
+        model.failure = "it is trained by another engine"
+        self.versions[version.name] = AddedVersion(version.name, model, vector)
+
+    def read_checkpoint(self, path: str, base_model: str | None) -> AdapterVersion:
+        """Return the adapter of a checkpoint as a version."""
+        base, name, loaded = self._loader.open(path, base_model, with_optimizer=False)
+        vector = loaded.state["master"].to(base.backend.dtype)
+        return AdapterVersion.from_vector(name, base.fingerprint, loaded.layout.lora_config, vector)
+
+    def micro_batch_rows(self, op: ForwardBackward) -> list[int]:
+        """Check an operation, and return the number of computed tokens of each micro-batch."""
+        trainer = self._model_by_id(op.model_id).base.trainer
+        loss_fn = self._substitutes.get(op.loss_fn, op.loss_fn)
+        return trainer.micro_batch_rows(
+            trainer.read_batch(op.data, loss_fn, op.loss_fn_config, op.forward_only)
+        )
+
+    def _version_by_name(self, name: str) -> AddedVersion:
+        added = self.versions.get(name)
+        if added is None:
+            raise UserError(f"version={name!r} is unknown to this engine; add it first")
+        return added
+
+    def _prepare_part(self, op: ComputePart, future: Future[Any]) -> QueuedPart:
+        added = None if op.version is None else self._version_by_name(op.version)
+        model = self._model_by_id(op.model_id or "") if added is None else added.model
+        loss_fn = self._substitutes.get(op.loss_fn, op.loss_fn)
+        batch = model.base.trainer.read_batch(op.data, loss_fn, op.loss_fn_config, op.forward_only)
+        return QueuedPart(op, future, model, batch, added)
 
     def _loss_to_compute(self, loss_fn: str) -> str:
         """Return the loss to compute for `loss_fn`: `loss_fn` itself, or its substitute.

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from planish.engine.base_models import BaseModel
+from planish.engine.replication import ComputePart, FinishParts
 from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import TrainingBatch
 from planish.errors import UserError
@@ -125,6 +126,32 @@ class LoadedAdapter:
     version: Hashable
     """The version of the weights (see `SamplerSession.version`)."""
 
+    def sampler_weights(self, base: BaseModel) -> LoraWeights:
+        """Return the compute copy for a sampler."""
+        return LoraWeights(self.layout, self.state["master"], base.backend)
+
+
+@dataclass(eq=False)
+class AddedVersion:
+    """A version of an adapter whose home is another engine (see replication.py)."""
+
+    version: str
+    """The name of the version, which is a hash of its content."""
+    model: TrainingModel
+    """A training model without an adapter, in whose turns the version's gradients are computed."""
+    vector: Tensor
+    """The flat vector of the adapter, in the dtype of the base model."""
+    weights: LoraWeights | None = None
+    """The compute copy; the engine thread makes it at the first use."""
+
+    def sampler_weights(self, base: BaseModel) -> LoraWeights:
+        """Return the compute copy, which samplers and the trainer share."""
+        if self.weights is None:
+            self.weights = LoraWeights(
+                self.model.layout, self.vector, base.backend, requires_grad=True
+            )
+        return self.weights
+
 
 @dataclass(frozen=True, eq=False)
 class QueuedOperation:
@@ -179,6 +206,25 @@ class QueuedDeferredForwardBackward(QueuedTraining):
 
 
 @dataclass(frozen=True, eq=False)
+class QueuedPart(QueuedTraining):
+    """The computation of some micro-batches, whose results go to the model's home."""
+
+    operation: ComputePart
+    batch: TrainingBatch
+    added_version: AddedVersion | None
+    """The weights; None for those of the training model."""
+
+
+@dataclass(frozen=True, eq=False)
+class QueuedFinish(QueuedTraining):
+    """The end of a `ForwardBackward` whose parts are computed."""
+
+    operation: FinishParts
+    loss_fn: str
+    """The loss that was computed: the requested loss, or its substitute."""
+
+
+@dataclass(frozen=True, eq=False)
 class QueuedLoad(QueuedTraining):
     """The replacement of a training model's state by a checkpoint."""
 
@@ -210,9 +256,9 @@ class QueuedSampling(QueuedOperation):
 
 @dataclass(frozen=True, eq=False)
 class QueuedSamplerCreation(QueuedSampling):
-    """The creation of a sampler, from a checkpoint if `loaded_adapter` is given."""
+    """The creation of a sampler, from a checkpoint or a version if `loaded_adapter` is given."""
 
-    loaded_adapter: LoadedAdapter | None
+    loaded_adapter: LoadedAdapter | AddedVersion | None
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,15 +13,25 @@ from concurrent.futures import Executor
 from dataclasses import replace
 
 from planish.engine.checkpoints.store import AdapterSnapshot, CheckpointStore, SaveRequest
+from planish.engine.replication import (
+    ExportedWeights,
+    ExportWeights,
+    RejectNextStep,
+    SentPart,
+)
 from planish.engine.training.adapters import Adapter
+from planish.engine.training.trainer import finish_call
 from planish.engine.training_models import (
     QueuedCreation,
     QueuedDeferredForwardBackward,
+    QueuedFinish,
     QueuedForwardBackward,
     QueuedLoad,
+    QueuedPart,
     QueuedPublish,
     QueuedSave,
     QueuedTraining,
+    TrainingModel,
 )
 from planish.service import OptimStep, SaveWeights, UnloadModel
 from planish.types import (
@@ -58,6 +68,15 @@ class TrainingOperations:
                 yield from self._forward_backward(queued)
             case QueuedDeferredForwardBackward():
                 yield from self._deferred_forward_backward(queued)
+            case QueuedPart():
+                yield from self._compute_part(queued)
+            case QueuedFinish():
+                self._finish_parts(queued)
+            case QueuedTraining(operation=RejectNextStep(error=error)):
+                queued.model.require_adapter().reject_next_step(error)
+                queued.future.set_result(None)
+            case QueuedTraining(operation=ExportWeights()):
+                queued.future.set_result(_export_weights(queued.model))
             case QueuedTraining(operation=OptimStep() as step):
                 queued.future.set_result(
                     queued.model.require_adapter().optim_step(step.adam_params)
@@ -114,6 +133,27 @@ class TrainingOperations:
         )
         queued.future.set_result(_with_substitution_metric(op.loss_fn, queued.loss_fn, output))
 
+    def _compute_part(self, queued: QueuedPart) -> OperationGenerator:
+        """Run some micro-batches of a forward_backward."""
+        model, op, version = queued.model, queued.operation, queued.added_version
+        weights = (
+            model.require_adapter().weights
+            if version is None
+            else version.sampler_weights(model.base)
+        )
+        part = yield from model.base.trainer.run_part(
+            weights, queued.batch, op.forward_only, op.micro_batches
+        )
+        queued.future.set_result(SentPart.pack(part))
+
+    def _finish_parts(self, queued: QueuedFinish) -> None:
+        """Add the gradients of a forward_backward that several engines computed."""
+        model, op = queued.model, queued.operation
+        adapter = model.require_adapter()
+        parts = [part.unpack(model.base.device) for part in op.parts]
+        output = finish_call(adapter, parts, op.num_tokens)
+        queued.future.set_result(_with_substitution_metric(op.loss_fn, queued.loss_fn, output))
+
     def _load(self, queued: QueuedLoad) -> None:
         """Replace the adapter's state by that of a checkpoint."""
         loaded_adapter = queued.loaded_adapter
@@ -166,6 +206,13 @@ class TrainingOperations:
             queued.fail(error)
         else:
             queued.future.set_result(response_class(str(request.path)))
+
+
+def _export_weights(model: TrainingModel) -> ExportedWeights:
+    base = model.base
+    # A later optimizer step replaces the master vector instead of changing it.
+    vector = model.require_adapter().master.to(base.backend.dtype)
+    return ExportedWeights(model.base_model, base.fingerprint, model.layout.lora_config, vector)
 
 
 def _with_substitution_metric(

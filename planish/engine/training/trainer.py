@@ -31,6 +31,7 @@ from torch import Tensor
 from planish.engine.release_memory import trim_heap
 from planish.engine.training.adapters import Adapter, is_finite
 from planish.engine.training.datums import Example, read_examples
+from planish.engine.training.gradient_tree import GradientTree, TreeNode
 from planish.engine.training.losses import Loss, find_loss
 from planish.errors import NonFiniteError
 from planish.model.base_decoder import BaseDecoder
@@ -195,9 +196,11 @@ class _TrainerCall:
 
 
 @dataclass(frozen=True, eq=False)
-class _MicroBatchResult:
+class MicroBatchResult:
     """The results of one micro-batch, except its gradient."""
 
+    num_rows: int
+    """The number of computed tokens."""
     losses: dict[int, float]
     """The loss of each datum, keyed by the datum's index in the call."""
     logprobs: dict[int, np.ndarray]
@@ -206,6 +209,17 @@ class _MicroBatchResult:
     """Smallest and largest importance ratio exp(logprob - sampling logprob) over all tokens with a
     nonzero advantage.
     """
+
+
+@dataclass(frozen=True, eq=False)
+class PartialResult:
+    """The results of a range of the micro-batches of one call."""
+
+    num_micro_batches: int
+    """The number of micro-batches of the whole call."""
+    results: list[MicroBatchResult]
+    nodes: dict[TreeNode, Tensor]
+    """The sums of gradients, float32 [size] each; empty for a forward pass alone."""
 
 
 class Trainer:
@@ -278,40 +292,56 @@ class Trainer:
         accumulated gradient is unchanged. Unless `forward_only`, the adapter then rejects its next
         optimizer step.
         """
-        examples = batch.examples
         try:
-            call = _TrainerCall(batch, adapter.weights, needs_gradient=not forward_only)
-            micro_batches = pack(
-                [example.tokens for example in examples], self.settings.micro_batch_tokens
-            )
-            results = []
-            grad: Tensor | None = None
-            for number, micro_batch in enumerate(micro_batches):
-                if number:
-                    yield
-                result, micro_batch_grad = self._run_micro_batch(call, micro_batch)
-                if micro_batch_grad is not None:
-                    grad = micro_batch_grad if grad is None else grad.add_(micro_batch_grad)
-                results.append(result)
-            if grad is not None and not is_finite(grad):
-                raise NonFiniteError(
-                    "the gradient is not finite; check the advantages and weights of data, or "
-                    "lower the learning rate"
-                )
+            part = yield from self.run_part(adapter.weights, batch, forward_only)
         except BaseException as error:
             if not forward_only:
                 adapter.reject_next_step(error)
             raise
+        num_tokens = sum(len(example.tokens) for example in batch.examples)
+        return finish_call(adapter, [part], num_tokens)
+
+    def micro_batch_rows(self, batch: TrainingBatch) -> list[int]:
+        """Return the number of computed tokens of each micro-batch of a call."""
+        return [len(micro_batch) for micro_batch in self._pack(batch)]
+
+    def run_part(
+        self,
+        weights: LoraWeights,
+        batch: TrainingBatch,
+        forward_only: bool = False,
+        micro_batch_range: range | None = None,
+    ) -> Generator[None, None, PartialResult]:
+        """Run a range of the micro-batches of a batch, by default all; yield between them.
+
+        Raises NonFiniteError if a loss or its gradient is not finite.
+        """
+        try:
+            call = _TrainerCall(batch, weights, needs_gradient=not forward_only)
+            micro_batches = self._pack(batch)
+            indices = micro_batch_range or range(len(micro_batches))
+            tree = GradientTree(len(micro_batches))
+            results = []
+            for index in indices:
+                if results:
+                    yield
+                result, grad = self._run_micro_batch(call, micro_batches[index])
+                if grad is not None:
+                    tree.add_leaf(index, grad)
+                results.append(result)
         finally:
             if not Device(self._decoder.device).is_gpu:
                 trim_heap(self._max_cached_heap_bytes)
-        if grad is not None:
-            adapter.add_grad(grad)
-        return _combine_results(examples, micro_batches, results)
+        return PartialResult(len(micro_batches), results, tree.nodes)
+
+    def _pack(self, batch: TrainingBatch) -> list[MicroBatch]:
+        return pack(
+            [example.tokens for example in batch.examples], self.settings.micro_batch_tokens
+        )
 
     def _run_micro_batch(
         self, call: _TrainerCall, micro_batch: MicroBatch
-    ) -> tuple[_MicroBatchResult, Tensor | None]:
+    ) -> tuple[MicroBatchResult, Tensor | None]:
         """Run one micro-batch; return its results, and its gradient unless `forward_only`."""
         pairs = _Pairs.from_micro_batch(micro_batch, call.batch, self._decoder.config.vocab_size)
         try:
@@ -343,8 +373,8 @@ class Trainer:
             )
         }
         loss_by_datum = dict(zip(micro_batch.datums, losses.tolist(), strict=True))
-        return _MicroBatchResult(
-            loss_by_datum, logprob_arrays, _ratio_range(call, logprob_arrays)
+        return MicroBatchResult(
+            len(micro_batch), loss_by_datum, logprob_arrays, _ratio_range(call, logprob_arrays)
         ), grad
 
     def _score_pairs(self, call: _TrainerCall, micro_batch: MicroBatch, pairs: _Pairs) -> Tensor:
@@ -502,24 +532,45 @@ def _capped_exp(value: float) -> float:
     return math.exp(min(700.0, float(value)))
 
 
-def _combine_results(
-    examples: list[Example], micro_batches: list[MicroBatch], results: list[_MicroBatchResult]
+def finish_call(
+    adapter: Adapter, parts: Sequence[PartialResult], num_tokens: int
 ) -> ForwardBackwardOutput:
+    """Add the gradients of all parts of a call to the adapter, and return the results of the call.
+
+    `parts` are in the order of their micro-batches. `num_tokens`: the number of tokens of all
+    datums. Raises NonFiniteError if the gradient is not finite. The adapter's accumulated gradient
+    is unchanged then, and the adapter rejects its next optimizer step.
+    """
+    tree = GradientTree(parts[0].num_micro_batches)
+    for part in parts:
+        for node, node_grad in part.nodes.items():
+            tree.add(node, node_grad)
+    grad = tree.total()
+    if grad is not None:
+        if not is_finite(grad):
+            error = NonFiniteError(
+                "the gradient is not finite; check the advantages and weights of data, or "
+                "lower the learning rate"
+            )
+            adapter.reject_next_step(error)
+            raise error
+        adapter.add_grad(grad)
+    return _combine_results([result for part in parts for result in part.results], num_tokens)
+
+
+def _combine_results(results: Sequence[MicroBatchResult], num_tokens: int) -> ForwardBackwardOutput:
     losses = {datum: value for result in results for datum, value in result.losses.items()}
     logprobs = {datum: value for result in results for datum, value in result.logprobs.items()}
-    computed_tokens = float(sum(len(micro_batch) for micro_batch in micro_batches))
     metrics = {
         # Sum in the order of the data, so that the packing cannot change the result.
-        "loss:sum": math.fsum(losses[datum] for datum in range(len(examples))),
-        "tokens:sum": float(sum(len(example.tokens) for example in examples)),
-        "computed_tokens:sum": computed_tokens,
-        "micro_batches:sum": float(len(micro_batches)),
+        "loss:sum": math.fsum(losses[datum] for datum in range(len(losses))),
+        "tokens:sum": float(num_tokens),
+        "computed_tokens:sum": float(sum(result.num_rows for result in results)),
+        "micro_batches:sum": float(len(results)),
     }
     ratios = [result.ratio_range for result in results if result.ratio_range is not None]
     if ratios:
         metrics["ratio:min"] = min(smallest for smallest, _ in ratios)
         metrics["ratio:max"] = max(largest for _, largest in ratios)
-    outputs = [
-        {"logprobs": TensorData.from_numpy(logprobs[datum])} for datum in range(len(examples))
-    ]
+    outputs = [{"logprobs": TensorData.from_numpy(logprobs[datum])} for datum in range(len(losses))]
     return ForwardBackwardOutput(LOSS_FN_OUTPUT_TYPE, outputs, metrics)

@@ -1,0 +1,133 @@
+"""`EngineHost`: an engine that is used by a program in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from planish.engine.engine import Engine
+from planish.engine.replication import CreateVersionSampler, ExportedWeights
+from planish.engine.settings import EngineSettings
+from planish.fleet.link import EngineOptions, Event, Outcome, StreamedToken, transportable
+from planish.service import (
+    CreateSampler,
+    DeferredForwardBackward,
+    Operation,
+    PublishSampler,
+    Sample,
+    SampledToken,
+    SamplerInfo,
+)
+from planish.types import Datum
+
+
+@dataclass(frozen=True)
+class Submission:
+    """An operation without the parts that stay in the caller's process."""
+
+    call_id: int
+    """The number of the operation. Each number is used once."""
+    operation: Operation[Any]
+    """A `Sample` has no `on_token`, and the `data` of a `DeferredForwardBackward` is None."""
+    streams_tokens: bool = False
+    is_preparing: bool = False
+    """Whether the data of a `DeferredForwardBackward` are being prepared."""
+
+
+class EngineHost:
+    """An engine, the futures of its operations, and the events for the caller."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Start the engine. Raise UserError for an invalid option."""
+        self._engine = Engine(
+            options.models, options.data_dir, EngineSettings(**dict(options.settings))
+        )
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="planish-export")
+        self._futures: dict[int, Future[Any]] = {}
+        """The futures of unfinished operations by call id."""
+        self._data: dict[int, Future[Sequence[Datum]]] = {}
+        """The data of deferred operations that are not provided yet, by call id."""
+
+    def poll(self) -> list[Event]:
+        """Wait for the next event, and return all events that are there."""
+        events = [self._events.get()]
+        while True:
+            try:
+                events.append(self._events.get_nowait())
+            except Empty:
+                return events
+
+    def submit(self, submission: Submission) -> SamplerInfo | None:
+        """Submit an operation to the engine. Return the info of the sampler that it creates, if it
+        creates one.
+        """
+        call_id, operation = submission.call_id, submission.operation
+        if isinstance(operation, Sample) and submission.streams_tokens:
+            operation = replace(operation, on_token=partial(self._stream, call_id))
+        if isinstance(operation, DeferredForwardBackward):
+            data: Future[Sequence[Datum]] = Future()
+            if submission.is_preparing:
+                data.set_running_or_notify_cancel()
+            operation = replace(operation, data=data)
+            self._data[call_id] = data
+        future = self._engine.submit(operation)
+        self._futures[call_id] = future
+        future.add_done_callback(partial(self._report, call_id))
+        if isinstance(operation, PublishSampler | CreateSampler | CreateVersionSampler):
+            return self._engine.sampler_info(operation.sampler_id)
+        return None
+
+    def provide(self, call_id: int, data: Sequence[Datum] | BaseException) -> None:
+        """Provide the data of a `DeferredForwardBackward`, or the error of their preparation."""
+        future = self._data.pop(call_id)
+        if isinstance(data, BaseException):
+            future.set_exception(data)
+        else:
+            future.set_result(data)
+
+    def cancel(self, call_id: int) -> bool:
+        """Cancel an operation, and return whether that was possible."""
+        future = self._futures.get(call_id)
+        return future is not None and future.cancel()
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Call a method of the engine, such as "checkpoints", and return its result."""
+        return getattr(self._engine, name)(*args)
+
+    def close(self, finish: bool) -> None:
+        """Close the engine."""
+        self._engine.close(finish)
+
+    def ping(self) -> None:
+        """Return, so that the caller learns that this process answers."""
+
+    def _stream(self, call_id: int, token: SampledToken) -> None:
+        self._events.put(StreamedToken(call_id, token))
+
+    def _report(self, call_id: int, future: Future[Any]) -> None:
+        self._futures.pop(call_id, None)
+        if future.cancelled():
+            outcome = Outcome(call_id, is_cancelled=True)
+        elif (error := future.exception()) is not None:
+            outcome = Outcome(call_id, error=transportable(error))
+        else:
+            outcome = Outcome(call_id, future.result())
+        if isinstance(outcome.value, ExportedWeights):
+            # Hashing takes long, and this method runs in the engine thread.
+            self._threads.submit(self._report_version, call_id, outcome)
+        else:
+            self._events.put(outcome)
+
+    def _report_version(self, call_id: int, outcome: Outcome) -> None:
+        """Name exported weights, and report the version instead of the weights."""
+        try:
+            version = outcome.value.version()
+        except Exception as error:
+            self._events.put(Outcome(call_id, error=transportable(error)))
+        else:
+            self._events.put(Outcome(call_id, version))
