@@ -37,7 +37,7 @@ from planish.model.prefix_tree import pack
 from planish.model.quantization import Fp8Weight, Mxfp4Weight, QuantizedWeight, quantize
 from planish.model.weight_sizes import SCHEMES
 from planish.model.weights import expected_shapes
-from planish.types import LoraConfig
+from planish.types import LoraConfig, SamplingParams
 
 _QUERY_SCALE = 6.0
 """The standard deviation of attention scores of every second head; that of the others is 1."""
@@ -367,6 +367,7 @@ class ModelCheck:
             self._log_sum_exp(logits)
             self._choose(logits[2:].contiguous())
             self._sample_weights(vocab_size)
+        self._filter(vocab_sizes[0])
 
     def _log_sum_exp(self, logits: Tensor) -> None:
         """Check the log-sum-exp, the weights exp(logit - max), and the gradient."""
@@ -425,6 +426,26 @@ class ModelCheck:
         # These two numbers must give the first and the last token with a nonzero weight.
         uniforms[1], uniforms[2] = 0.0, 1 - 2.0**-53
         self.backend.sample_from_weights(weights, uniforms.to(device))
+
+    def _filter(self, vocab_size: int) -> None:
+        """Check that top_k, top_p and min_p keep exactly the same tokens as torch.
+
+        Every second row has few distinct weights, so a filter keeps some of several equal weights.
+        """
+        params = [
+            SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
+            for top_k, top_p, min_p in (
+                (77, 1.0, 0.0), (77, 0.97, 0.01), (-1, 0.3, 0.0), (-1, 0.999, 0.0), (-1, 1.0, 0.0),
+                (-1, 1.0, 0.2),
+            )
+        ]  # fmt: skip
+        logits = 4 * self.random(len(params), vocab_size, dtype=torch.float32)
+        logits[::2] = (logits[::2] / 4).round()
+        weights = (logits - logits.amax(1, keepdim=True)).exp()
+        expected = weights.clone()
+        self._tested.filter_(weights, params)
+        self._reference.filter_(expected, params)
+        compare("filtered weights", weights, expected, exact=True)
 
     @torch.no_grad()
     def adapt(self, add_head: Callable[[AdapterBatch, Tensor, Tensor], None] | None = None) -> None:

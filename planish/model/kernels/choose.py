@@ -44,7 +44,6 @@ from planish.model.kernels.reference.probe import probe
 from planish.model.kernels.reference.token_sampling import (
     SORTING_BYTES,
     TorchSampling,
-    sample_from_weights,
 )
 from planish.model.kernels.row_tiling import FIXED, RowTiling, RowTilings
 from planish.model.kernels.triton.families import FAMILIES as TRITON_FAMILIES
@@ -56,6 +55,7 @@ from planish.model.kernels.triton.parts import (
     TritonPacker,
     TritonWeightSampler,
     elementwise_kernels,
+    weight_filter,
 )
 
 
@@ -239,8 +239,10 @@ def _triton_parts(
         parts = replace(parts, activations=TritonActivations(parts.activations))
     if "log_sum_exp" in families:
         parts = replace(parts, log_sum_exp=TritonLogSumExp())
-    sampler = TritonWeightSampler() if "sampling" in families else sample_from_weights
-    return replace(parts, sampling=TorchSampling(parts.log_sum_exp, device, sampler))
+    if "sampling" not in families:
+        return replace(parts, sampling=TorchSampling(parts.log_sum_exp, device))
+    sampling = TorchSampling(parts.log_sum_exp, device, TritonWeightSampler(), weight_filter())
+    return replace(parts, sampling=sampling)
 
 
 def _torch_parts(

@@ -28,6 +28,8 @@ float64 sums, and temporaries.
 
 WeightSampler = Callable[[Tensor, Tensor], Tensor]
 """(weights [N, V], uniforms [N, K]) -> tokens [N, K] (see `Sampling.sample_from_weights`)."""
+WeightFilter = Callable[[Tensor, Sequence[SamplingParams]], None]
+"""(weights [N, V], parameters of each row) -> None (see `Sampling.filter_`)."""
 
 
 def sample_from_weights(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -92,6 +94,25 @@ def is_filtered(params: SamplingParams) -> bool:
     return params.temperature != 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 
+def mass_bits(vocab_size: int) -> int:
+    """Return the number of bits after the binary point of a weight's mass, an int64.
+
+    top_p compares sums of masses. Sums of integers do not depend on the order of their terms, so
+    the CPU and every kernel keep the same tokens. The weights of a row are at most 1, so no sum
+    overflows. Masses are rounded down to a multiple of 2 ** -44 for a vocabulary of 150,000 tokens.
+    """
+    return 62 - vocab_size.bit_length()
+
+
+def _masses(weights: Tensor) -> Tensor:
+    return (weights.double() * 2.0 ** mass_bits(weights.shape[-1])).long()
+
+
+def _top_p_goal(top_p: Tensor | float, total: Tensor) -> Tensor:
+    """Return the mass that the likeliest tokens must reach: int64, at least 1."""
+    return (top_p * total.double()).ceil().long().clamp(min=1)
+
+
 def filter_sorted_(weights: Tensor, params: Sequence[SamplingParams]) -> None:
     """Do the same as `filter_`, on a GPU: sort many rows at once and never synchronize."""
     filtered = [row for row, p in enumerate(params) if is_filtered(p)]
@@ -112,11 +133,12 @@ def _filtered(weights: Tensor, params: list[SamplingParams]) -> Tensor:
     top_k, top_p, min_p = on_device(bounds, torch.float64, device).unsqueeze(2).unbind(1)
     ordered = weights.sort(dim=1, descending=True, stable=True)
     kept = ordered.values.masked_fill(torch.arange(vocab, device=device) >= top_k, 0.0)
-    mass = kept.double().cumsum(1)
+    masses = _masses(kept)
+    ends = masses.cumsum(1)
     # A token stays if the likelier tokens together have less than top_p of the mass. At top_p = 1
     # all tokens stay, whatever the rounding.
-    dropped = (mass - kept >= top_p * mass[:, -1:]) & (top_p < 1)
-    kept.masked_fill_(dropped | (kept < min_p), 0.0)
+    dropped = (ends - masses >= _top_p_goal(top_p, ends[:, -1:])) & (top_p < 1)
+    kept.masked_fill_(dropped | (kept < min_p.float()), 0.0)
     return torch.empty_like(weights).scatter_(1, ordered.indices, kept)
 
 
@@ -130,18 +152,24 @@ def filter_(weights: Tensor, params: Sequence[SamplingParams]) -> None:
         if p.temperature == 0:
             continue
         if 0 < p.top_k < vocab:
-            kept = weights[row].topk(p.top_k)
-            weights[row] = torch.zeros_like(weights[row]).scatter_(0, kept.indices, kept.values)
+            # `topk` may choose any of several equal weights. The first ones stay.
+            least = weights[row].topk(p.top_k).values[-1]
+            ties = (weights[row] == least).nonzero().squeeze(1)
+            surplus = int((weights[row] >= least).sum()) - p.top_k
+            weights[row][weights[row] < least] = 0
+            if surplus > 0:
+                weights[row, ties[-surplus:]] = 0
         if p.top_p < 1:
             ordered = weights[row].sort(descending=True, stable=True)
-            mass = ordered.values.double().cumsum(0)
+            masses = _masses(ordered.values)
+            ends = masses.cumsum(0)
             # A token stays if the likelier tokens together have less than top_p of the mass. So
             # the likeliest token always stays.
-            before = mass - ordered.values
-            dropped = ordered.indices[before >= p.top_p * mass[-1]]
+            dropped = ordered.indices[ends - masses >= _top_p_goal(p.top_p, ends[-1])]
             weights[row, dropped] = 0
         if p.min_p > 0:
-            weights[row][weights[row] < p.min_p] = 0
+            # In float32, as torch compares a tensor with a number.
+            weights[row][weights[row] < float(np.float32(p.min_p))] = 0
 
 
 def _pad(weights: Tensor) -> Tensor:
@@ -157,10 +185,15 @@ class TorchSampling:
         log_sum_exp: LogSumExp,
         device: torch.device,
         sample_weights: WeightSampler = sample_from_weights,
+        filter_weights_: WeightFilter | None = None,
     ) -> None:
-        """`sample_weights`: samples from weights; torch's own function by default."""
+        """`sample_weights`: samples from weights; torch's own function by default.
+
+        `filter_weights_`: does the same as `filter_`. None: torch does it.
+        """
         self._log_sum_exp, self._sample_weights = log_sum_exp.log_sum_exp, sample_weights
-        self._filter_ = filter_sorted_ if Device(device).is_gpu else filter_
+        by_torch = filter_sorted_ if Device(device).is_gpu else filter_
+        self._filter_ = filter_weights_ or by_torch
 
     def sample(
         self,

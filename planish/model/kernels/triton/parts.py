@@ -30,7 +30,7 @@ from planish.model.kernels.interface import (
 )
 from planish.model.kernels.linear import PackedQuantizedWeight, PackedWeight
 from planish.model.kernels.reference.adapter_stacks import ROWS
-from planish.model.kernels.reference.token_sampling import sample_from_weights
+from planish.model.kernels.reference.token_sampling import WeightFilter, sample_from_weights
 from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
 from planish.model.kernels.triton.tree_attention import TritonTreeAttention
 from planish.model.kv_cache import KVPools, KVSpec, PrefillSpan, SlotOwner
@@ -44,6 +44,13 @@ _MIN_DECODE_ROWS = 64
 def elementwise_kernels() -> Any:
     """Return the module of the kernels for norms, RoPE, SwiGLU, log-sum-exp and sampling."""
     return import_module("planish.model.kernels.triton.elementwise_kernels")
+
+
+def weight_filter() -> WeightFilter:
+    """Return the function of the kernel for top_k, top_p and min_p."""
+    kernels: Any = import_module("planish.model.kernels.triton.filter_kernels")
+    found: WeightFilter = kernels.filter_
+    return found
 
 
 class TritonPacker:
