@@ -9,7 +9,7 @@ from planish.evaluation.multiple_choice import letter_of
 from planish.recipes.arithmetic_expressions import THOUSANDS
 from planish.recipes.code_env import CODE_BLOCK
 from planish.recipes.reasoning_problems import tagged_answers
-from planish.recipes.sums import ANSWER_FORMAT
+from planish.recipes.sum_tasks import ANSWER_FORMAT
 from planish.recipes.twenty_questions import read_guess
 from planish.recipes.wordy_sums import QUESTION
 from planish.renderers.messages import THINK_BLOCK

@@ -35,6 +35,7 @@ from planish.supervised.objective import CrossEntropy, Metrics, PendingGradient
 from planish.supervised.types import SupervisedDataset
 from planish.tokenizer import ModelTokenizer
 from planish.training import supervised_config as supervised
+from planish.training.option_rules import at_least
 from planish.training.run_loop import open_client
 from planish.training.scoring_models import model_info
 from planish.training.supervised_context import limit_to_context
@@ -59,6 +60,7 @@ class Config(supervised.Config):
     topk: int = chz.field(
         default=20,
         doc="number of the teacher's most likely tokens that are learned at each position",
+        metadata=at_least(1, "a whole number of at least {}, such as 20"),
     )
 
 
@@ -99,8 +101,6 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
 def check(config: Config) -> None:
     """Raise UserError for an invalid option. It runs before anything is loaded."""
     supervised.check(config)
-    if config.topk < 1:
-        raise UserError(f"topk={config.topk}: give a whole number of at least 1, such as 20")
 
 
 async def require_topk(teacher: Any, topk: int) -> None:

@@ -38,8 +38,8 @@ from planish.supervised.nll import forward_in_batches, held_out_data
 from planish.supervised.objective import Metrics
 from planish.supervised.types import SupervisedDataset
 from planish.training import supervised_config as supervised
+from planish.training.option_rules import NOT_NEGATIVE, one_of, rule
 from planish.training.run_loop import open_client
-from planish.training.run_options import require
 from planish.training.scoring_models import require_one_vocabulary
 from planish.training.supervised_context import limit_to_context
 from planish.training.train_supervised import train
@@ -67,16 +67,21 @@ PAIR_METRICS = ("accuracy", "margin", "chosen_reward", "rejected_reward")
 class PairLossOptions:
     """The loss of a pair, and the reference model that it compares with."""
 
-    loss: str = chz.field(default="dpo", doc=f"one of {', '.join(LOSSES)}")
+    loss: str = chz.field(default="dpo", doc=f"one of {', '.join(LOSSES)}", metadata=one_of(LOSSES))
     dpo_beta: float | None = chz.field(
         default=None,
         doc="weight of the KL constraint to the reference; none = 0.1, or 2 with loss=simpo, "
         "where it scales rewards",
+        metadata=rule(lambda value: 0 < value < math.inf, "a number above 0, such as 0.1"),
     )
     label_smoothing: float = chz.field(
-        default=0.0, doc="dpo: probability that a label is wrong (label smoothing)"
+        default=0.0,
+        doc="dpo: probability that a label is wrong (label smoothing)",
+        metadata=rule(lambda value: 0 <= value < 0.5, "a number from 0 to below 0.5"),
     )
-    simpo_gamma: float | None = chz.field(default=None, doc="simpo: target margin; none = 1")
+    simpo_gamma: float | None = chz.field(
+        default=None, doc="simpo: target margin; none = 1", metadata=NOT_NEGATIVE
+    )
     reference_model_name: str | None = chz.field(
         default=None, doc="base model of the reference; none = model_name"
     )
@@ -153,14 +158,6 @@ def make_pair_loss(config: Config) -> PairLoss:
 def check(config: Config) -> None:
     """Raise UserError for an invalid option, before anything is loaded."""
     supervised.check(config)
-    beta, gamma = config.dpo_beta, config.simpo_gamma
-    require(
-        config,
-        loss=(config.loss in LOSSES, f"one of {', '.join(LOSSES)}"),
-        dpo_beta=(beta is None or 0 < beta < math.inf, "a number above 0, such as 0.1"),
-        label_smoothing=(0 <= config.label_smoothing < 0.5, "a number from 0 to below 0.5"),
-        simpo_gamma=(gamma is None or 0 <= gamma < math.inf, "a number, 0 or more"),
-    )
     _check_unused(config)
 
 

@@ -55,6 +55,7 @@ from planish.rl.types import (
     Trajectory,
 )
 from planish.runlog.model_renderer import model_renderer
+from planish.training.option_rules import at_least
 
 FORMAT_COEF = 1.0
 """The weight of the format term in the reward."""
@@ -190,7 +191,9 @@ class TournamentOptions:
     """Which prompts are used, and how the answers to a prompt are compared."""
 
     matchup_group_size: int = chz.field(
-        default=4, doc="number of answers in a chunk; all answers of a chunk are compared"
+        default=4,
+        doc="number of answers in a chunk; all answers of a chunk are compared",
+        metadata=at_least(2, "at least {}: answers are compared with each other"),
     )
     max_prompt_tokens: int | None = chz.field(
         default=None,

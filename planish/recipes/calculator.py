@@ -35,6 +35,7 @@ from planish.rl.environments.message_env import EnvFromMessageEnv
 from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.types import Env, Metrics, RLDataset
 from planish.tool_use import AgentToolMessageEnv, build_agent_tool_env, tool
+from planish.training.option_rules import GROUP_SIZE, at_least, between, check_fields
 
 NUM_EXAMPLE_PROBLEMS = 3
 MAX_TURNS = 4
@@ -53,8 +54,12 @@ async def calculator(expression: str) -> str:
 class Kind:
     """The sizes of problems."""
 
-    operands: int = chz.field(default=2, doc="numbers per problem")
-    digits: int = chz.field(default=3, doc="maximum digits of a number; the minimum is one less")
+    operands: int = chz.field(default=2, doc="numbers per problem", metadata=between(2, 10))
+    digits: int = chz.field(
+        default=3,
+        doc="maximum digits of a number; the minimum is one less",
+        metadata=between(2, 12),
+    )
 
     def sample(self, rng: random.Random) -> str:
         """Return a random expression such as (318 + 45) * 27."""
@@ -189,10 +194,12 @@ class Options(Kind, RLOptions):
     """Options of the recipe."""
 
     log_path: str = "/tmp/planish-examples/calculator"
-    batch_size: int = chz.field(default=8, doc="problems per step")
-    group_size: int = chz.field(default=8, doc="attempts per problem")
+    batch_size: int = chz.field(default=8, doc="problems per step", metadata=at_least(1))
+    group_size: int = chz.field(default=8, doc="attempts per problem", metadata=GROUP_SIZE)
     test_problems: int = chz.field(
-        default=64, doc="number of test problems, which are never trained on; 0 = no evaluation"
+        default=64,
+        doc="number of test problems, which are never trained on; 0 = no evaluation",
+        metadata=between(0, 1000),
     )
     learning_rate: float = 2e-4
     max_tokens: int = 64
@@ -207,13 +214,7 @@ class Options(Kind, RLOptions):
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train and return the run directory."""
-    training_run.require(
-        options,
-        operands=(2 <= options.operands <= 10, "a whole number from 2 to 10"),
-        digits=(2 <= options.digits <= 12, "a whole number from 2 to 12"),
-        test_problems=(0 <= options.test_problems <= 1000, "a whole number from 0 to 1000"),
-    )
-    training_run.require_groups(options)
+    check_fields(options)
     builder = training_run.build(
         CalculatorDatasetBuilder, options, kind=training_run.build(Kind, options)
     )

@@ -32,6 +32,15 @@ from planish.rl.environments.difficulty import DifficultyOptions
 from planish.rl.types import RLDatasetBuilder
 from planish.sandbox import Limits
 from planish.sandbox.limits import MIB
+from planish.training.option_rules import (
+    GROUP_SIZE,
+    NOT_NEGATIVE,
+    at_least,
+    between,
+    check_fields,
+    require,
+    zero_for,
+)
 
 REPAIR_TURNS = 3
 DATASET_OPTIONS = ("train_split", "test_split", "shown_tests", "max_tests")
@@ -70,19 +79,25 @@ class ProblemOptions:
         default=None,
         doc="dataset: number of tests that env=repair shows, for rows that do not name public "
         "tests; none = 2",
+        metadata=at_least(1, "at least {}"),
     )
     max_tests: int | None = chz.field(
-        default=None, doc="dataset: maximum number of tests per problem, the first ones; none = all"
+        default=None,
+        doc="dataset: maximum number of tests per problem, the first ones; none = all",
+        metadata=at_least(1, "at least {}"),
     )
     steps: int | None = chz.field(
-        default=None, doc="generated functions: operations per function; none = 1"
+        default=None,
+        doc="generated functions: operations per function; none = 1",
+        metadata=between(1, 8),
     )
-    batch_size: int = chz.field(default=8, doc="problems per step")
-    group_size: int = chz.field(default=8, doc="attempts per problem")
+    batch_size: int = chz.field(default=8, doc="problems per step", metadata=at_least(1))
+    group_size: int = chz.field(default=8, doc="attempts per problem", metadata=GROUP_SIZE)
     eval_problems: int | None = chz.field(
         default=None,
         doc=f"number of test problems; none = {NUM_TEST_FUNCTIONS} functions, or the test split; "
         "0 = no evaluation",
+        metadata=zero_for("no evaluation"),
     )
 
 
@@ -109,11 +124,14 @@ class Options(ProgramLimits, ProblemOptions, DifficultyOptions, RLOptions):
         doc="all = 1 if every test passes, fraction = the fraction of tests that pass",
     )
     format_coef: float = chz.field(
-        default=0.1, doc="penalty of an answer that has no code block or is truncated"
+        default=0.1,
+        doc="penalty of an answer that has no code block or is truncated",
+        metadata=NOT_NEGATIVE,
     )
     max_turns: int | None = chz.field(
         default=None,
         doc=f"env=repair: maximum number of programs in an episode; none = {REPAIR_TURNS}",
+        metadata=at_least(2, "at least {}, or env=solve"),
     )
     learning_rate: float = 2e-4
     max_tokens: int = 64
@@ -140,14 +158,9 @@ def check(options: Options) -> None:
     ):
         if not is_used:
             training_run.reject_unused(options, names, f"is an option for {when}; leave it out")
-    training_run.require_groups(options)
-    training_run.require(
+    check_fields(options)
+    require(
         options,
-        format_coef=(options.format_coef >= 0, "0 or more"),
-        max_turns=(options.max_turns is None or options.max_turns >= 2, "at least 2, or env=solve"),
-        shown_tests=(options.shown_tests is None or options.shown_tests >= 1, "at least 1"),
-        max_tests=(options.max_tests is None or options.max_tests >= 1, "at least 1"),
-        steps=(options.steps is None or 1 <= options.steps <= 8, "a whole number from 1 to 8"),
         max_steps=(
             has_data or options.max_steps is not None,
             "a number, because generated functions are unlimited",

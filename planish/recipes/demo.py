@@ -20,7 +20,7 @@ from planish.completers import derived_seed
 from planish.model.sources import DEFAULT_MODEL
 from planish.recipes import training_run
 from planish.recipes.rl_loop import sample_groups, train_step, training_examples
-from planish.recipes.sums import EXAMPLE_SUMS, Sum
+from planish.recipes.sums import EXAMPLE_PAIRS, EXAMPLE_SUMS, Sum, all_sums
 from planish.renderers import Renderer, get_renderer, get_text_content
 from planish.rl.answers import AnswerGroup, Metrics, answer_metrics, sampling_entropy
 from planish.runlog.checkpoints import RunCheckpoints, RunStart, recipe_metadata
@@ -28,6 +28,7 @@ from planish.runlog.console import StepDisplay, step_line
 from planish.runlog.plotting import draw_curve
 from planish.runlog.run_directory import RunDirectory, remove_run
 from planish.runlog.spans import Spans
+from planish.training.option_rules import GROUP_SIZE, POSITIVE, at_least, check_fields, require
 from planish.training.run_options import LoraOptions
 from planish.types import SampledSequence
 
@@ -47,30 +48,32 @@ class Config(LoraOptions):
 
     model_name: str = DEFAULT_MODEL
     log_path: str = "runs/demo"
-    steps: int = 24
-    batch_size: int = 16
-    group_size: int = 16
+    steps: int = chz.field(default=24, metadata=at_least(1))
+    batch_size: int = chz.field(default=16, metadata=at_least(1))
+    group_size: int = chz.field(default=16, metadata=GROUP_SIZE)
     learning_rate: float = chz.field(
         default=2.5e-4,
         doc=f"peak learning rate, reached after {WARMUP_STEPS} steps; then it falls to a fifth",
+        metadata=POSITIVE,
     )
-    largest: int = chz.field(default=10, doc="largest operand")
+    largest: int = chz.field(default=10, doc="largest operand", metadata=at_least(1))
     max_seconds: float = chz.field(
         default=290, doc="time limit: no step begins after this much training time"
     )
     quantize: str | None = chz.field(
         default=None, doc="quantization of the base weights: int8, nf4, or None"
     )
-    held_out: int = chz.field(default=20, doc="number of test sums, which are never trained on")
+    held_out: int = chz.field(
+        default=20, doc="number of test sums, which are never trained on", metadata=at_least(1)
+    )
     seed: int = 0
 
 
 def main(config: Config) -> Path:
     """Train and return the run directory."""
-    training_run.require_at_least(config, steps=1, batch_size=1, held_out=1)
-    training_run.require(
+    check_fields(config)
+    require(
         config,
-        group_size=(config.group_size >= 2, "at least 2: answers are compared within their group"),
         largest=(
             (config.largest + 1) ** 2 > 2 * config.held_out,
             "more, so that sums are left to train on",
@@ -204,12 +207,12 @@ def learning_rate(config: Config, step: int) -> float:
 
 def split_sums(config: Config) -> tuple[list[Sum], list[Sum]]:
     """Return (test sums, training sums). No pair of numbers is in both, in either order."""
-    pairs = [(a, b) for a in range(config.largest + 1) for b in range(a, config.largest + 1)]
-    shown = {example.pair for example in EXAMPLE_SUMS}
-    pairs = [pair for pair in pairs if pair not in shown]
+    problems = [
+        problem for problem in all_sums(config.largest) if problem.pair not in EXAMPLE_PAIRS
+    ]
     rng = random.Random(config.seed)
-    rng.shuffle(pairs)
-    sums = [Sum(*(pair if rng.random() < 0.5 else pair[::-1])) for pair in pairs]
+    rng.shuffle(problems)
+    sums = [problem if rng.random() < 0.5 else problem.orders[-1] for problem in problems]
     return sums[: config.held_out], sums[config.held_out :]
 
 
@@ -235,7 +238,7 @@ def conversation(problem: Sum) -> list[dict[str, str]]:
 
 def question(problem: Sum) -> str:
     """Return the question, an equation to complete."""
-    return f"{problem.left} + {problem.right} ="
+    return f"{problem.terms} ="
 
 
 def mean_reward(groups_P: Sequence[AnswerGroup]) -> float:

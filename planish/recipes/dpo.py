@@ -11,7 +11,7 @@
 Each step takes `batch_size` pairs and makes the chosen answers likelier than the rejected ones,
 relative to the reference model. By default, the reference is the policy that the run begins with.
 The losses are in planish/preference/losses.py, the generated pairs in
-planish/recipes/preference_pairs.py.
+planish/recipes/sum_comparisons.py.
 """
 
 import sys
@@ -22,37 +22,22 @@ import chz
 
 from planish import ServiceClient
 from planish.datasets.split_names import SplitNames
-from planish.errors import UserError
 from planish.preference import dpo
 from planish.preference.datasets import (
     ComparisonBuilder,
     ComparisonBuilderFromRows,
     DPODatasetBuilderFromComparisons,
 )
-from planish.preference.types import LabeledComparison
 from planish.recipes import training_run
-from planish.recipes.preference_pairs import KINDS, generated_pairs
-from planish.recipes.sums import num_sums
+from planish.recipes.sum_comparisons import SumComparisons, SumPairs
+from planish.training.option_rules import at_least, check_fields, one_of, zero_for
 from planish.training.run_options import RecipeOptions
 
-DEFAULT_PAIRS, DEFAULT_LARGEST = "style", 30
+KINDS: tuple[SumPairs, ...] = ("style", "result")
+DEFAULT_PAIRS, DEFAULT_LARGEST, DEFAULT_TEST_SIZE = "style", 30, 64
 PRESETS: dict[str, dict[str, Any]] = {
     "seed": {"batch_size": 256, "learning_rate": 1e-5, "max_length": 8192},
 }
-
-
-@chz.chz
-class GeneratedPairsBuilder(ComparisonBuilder):
-    """The generated pairs of planish/recipes/preference_pairs.py."""
-
-    largest: int
-    test_size: int
-    seed: int
-    kind: str = "style"
-
-    def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
-        """Return (training pairs, test pairs)."""
-        return generated_pairs(self.largest, self.test_size, self.seed, self.kind)
 
 
 @chz.chz
@@ -63,21 +48,28 @@ class Options(dpo.PairLossOptions, SplitNames, RecipeOptions):
         default=None, doc="hub name, local directory or file; none = generated pairs"
     )
     test_size: int | None = chz.field(
-        default=64, doc="number of test pairs; none = the whole test split, 0 = no evaluation"
+        default=DEFAULT_TEST_SIZE,
+        doc="number of test pairs; none = the whole test split, 0 = no evaluation",
+        metadata=zero_for("no evaluation"),
     )
-    pairs: str | None = chz.field(
-        default=None, doc=f"kind of generated pairs: {' or '.join(KINDS)}; none = {DEFAULT_PAIRS}"
+    pairs: SumPairs | None = chz.field(
+        default=None,
+        doc=f"kind of generated pairs: {' or '.join(KINDS)}; none = {DEFAULT_PAIRS}",
+        metadata=one_of(KINDS),
     )
     largest: int | None = chz.field(
-        default=None, doc=f"generated pairs: largest operand; none = {DEFAULT_LARGEST}"
+        default=None,
+        doc=f"generated pairs: largest operand; none = {DEFAULT_LARGEST}",
+        metadata=at_least(1),
     )
     log_path: str = "/tmp/planish-examples/dpo"
-    batch_size: int = chz.field(default=16, doc="pairs per step")
+    batch_size: int = chz.field(default=16, doc="pairs per step", metadata=at_least(1))
     max_length: int = chz.field(
         default=1024,
         doc="maximum tokens in a prompt with its answer; longer ones are truncated and counted",
+        metadata=at_least(2),
     )
-    learning_rate: float = chz.field(default=1e-5, doc="learning rate before the schedule")
+    learning_rate: float = 1e-5
     eval_every: int = 10
 
 
@@ -90,7 +82,7 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 def dpo_config(options: Options) -> dpo.Config:
     """Return the config of `planish.preference.dpo`."""
-    training_run.require_at_least(options, batch_size=1, max_length=2, test_size=0, largest=1)
+    check_fields(options)
     builder = DPODatasetBuilderFromComparisons(
         common_config=training_run.chat_config(options),
         comparison_builder=comparisons(options),
@@ -109,18 +101,12 @@ def comparisons(options: Options) -> ComparisonBuilder:
         )
         return training_run.build(ComparisonBuilderFromRows, options, shuffle_seed=options.seed)
     training_run.reject_unused(options, *training_run.SPLITS_OF_DATASET)
-    kind = options.pairs or DEFAULT_PAIRS
-    if kind not in KINDS:
-        raise UserError(f"pairs={kind}: give {' or '.join(KINDS)}")
-    largest = DEFAULT_LARGEST if options.largest is None else options.largest
-    count = num_sums(largest)
-    test_size = options.test_size if options.test_size is not None else 64
-    if test_size >= count:
-        raise UserError(
-            f"test_size={test_size}: there are only {count} generated sums; lower test_size or "
-            "raise largest"
-        )
-    return GeneratedPairsBuilder(largest=largest, test_size=test_size, seed=options.seed, kind=kind)
+    return SumComparisons(
+        kind=options.pairs or DEFAULT_PAIRS,
+        largest=DEFAULT_LARGEST if options.largest is None else options.largest,
+        test_size=DEFAULT_TEST_SIZE if options.test_size is None else options.test_size,
+        seed=options.seed,
+    )
 
 
 if __name__ == "__main__":

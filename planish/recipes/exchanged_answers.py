@@ -5,10 +5,9 @@ No person labelled the pairs. The rule is one that a person would follow: an ans
 the question, or be right. Two questions with answers of nearly the same length exchange their
 answers, so each answer is preferred once and rejected once. Neither the length nor anything else in
 an answer alone shows which one is preferred; it has to be read with its question. Both pairs of an
-exchange are in the same split, so no prompt or answer of the test is in training.
-
-    sums          generated sums, such as "What is 17 + 8?", with their results
-    solutions     questions of GSM8K with the solutions that people wrote
+exchange are in the same split, so no prompt or answer of the test is in training. The questions are
+those of GSM8K with the solutions that people wrote, or generated sums
+(planish/recipes/sum_comparisons.py).
 """
 
 import math
@@ -57,25 +56,6 @@ def exchange(one: QuestionWithAnswer, other: QuestionWithAnswer) -> Exchange:
 
 
 @chz.chz
-class ExchangedSumsBuilder(ComparisonBuilder):
-    """Sums of two numbers from 0 to `largest`."""
-
-    largest: int
-    test_size: int
-    seed: int
-
-    def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
-        """Return (training pairs, test pairs)."""
-        numbers = range(self.largest + 1)
-        sums = [
-            QuestionWithAnswer(f"What is {a} + {b}?", f"The answer is {a + b}.")
-            for a in numbers
-            for b in numbers
-        ]
-        return _split(make_exchanges(sums, self.seed), self.test_size)
-
-
-@chz.chz
 class ExchangedSolutionsBuilder(ComparisonBuilder):
     """Questions with worked solutions in the format of GSM8K: a hub name, a directory, or one file.
     Without a test split, test pairs are held out of training.
@@ -89,9 +69,9 @@ class ExchangedSolutionsBuilder(ComparisonBuilder):
         """Return (training pairs, test pairs)."""
         train = make_exchanges(self._read("train"), self.seed)
         if self.test_size and has_split(self.questions, "test"):
-            _, test = _split(make_exchanges(self._read("test"), self.seed), self.test_size)
+            _, test = split_exchanges(make_exchanges(self._read("test"), self.seed), self.test_size)
             return _joined(train), test
-        return _split(train, self.test_size)
+        return split_exchanges(train, self.test_size)
 
     def _read(self, split: str) -> list[QuestionWithAnswer]:
         return [
@@ -100,7 +80,7 @@ class ExchangedSolutionsBuilder(ComparisonBuilder):
         ]
 
 
-def _split(
+def split_exchanges(
     exchanges: Sequence[Exchange], test_size: int
 ) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
     """Return (training pairs, test pairs). The test has `test_size` pairs, rounded up to an even

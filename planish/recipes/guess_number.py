@@ -37,6 +37,7 @@ from planish.rl.environments.datasets import DEFAULT_NUM_BATCHES
 from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
 from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.types import Env, Metrics, RLDataset
+from planish.training.option_rules import GROUP_SIZE, NOT_NEGATIVE, at_least, between, check_fields
 
 NUM_TEST_GAMES = 64
 EXAMPLE_GAMES = 3
@@ -71,10 +72,14 @@ class Range:
 class Rules:
     """The rules of a game."""
 
-    largest: int = chz.field(default=15, doc="largest number to guess; the smallest is 0")
-    max_guesses: int = 4
+    largest: int = chz.field(
+        default=15, doc="largest number to guess; the smallest is 0", metadata=between(1, 9999)
+    )
+    max_guesses: int = chz.field(default=4, metadata=at_least(1))
     waste_cost: float = chz.field(
-        default=0.25, doc="penalty of a guess that contradicts the earlier replies or is no number"
+        default=0.25,
+        doc="penalty of a guess that contradicts the earlier replies or is no number",
+        metadata=NOT_NEGATIVE,
     )
     hints: bool = chz.field(default=True, doc="tell the player which numbers are still possible")
 
@@ -216,8 +221,8 @@ class Options(Rules, RLOptions):
     """Options of the recipe."""
 
     log_path: str = "/tmp/planish-examples/guess_number"
-    batch_size: int = chz.field(default=16, doc="numbers to guess per step")
-    group_size: int = chz.field(default=8, doc="episodes per number")
+    batch_size: int = chz.field(default=16, doc="numbers to guess per step", metadata=at_least(1))
+    group_size: int = chz.field(default=8, doc="episodes per number", metadata=GROUP_SIZE)
     learning_rate: float = 3e-4
     max_tokens: int = 8
     max_steps: int | None = 30
@@ -226,13 +231,7 @@ class Options(Rules, RLOptions):
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train and return the run directory."""
-    training_run.require(
-        options,
-        largest=(1 <= options.largest <= 9999, "a whole number from 1 to 9999"),
-        waste_cost=(options.waste_cost >= 0, "0 or more"),
-    )
-    training_run.require_at_least(options, max_guesses=1)
-    training_run.require_groups(options)
+    check_fields(options)
     builder = training_run.build(
         GuessNumberDatasetBuilder, options, rules=training_run.build(Rules, options)
     )

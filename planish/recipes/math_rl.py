@@ -10,7 +10,7 @@
 
 Each `env` has its own defaults (`ENV_DEFAULTS`), which options override. The envs are:
 
-    arithmetic                   planish/recipes/sums.py
+    arithmetic                   planish/recipes/sum_tasks.py
     gsm8k math polaris deepmath  planish/rl/environments/boxed_problems.py
     reasoning_gym:TASK           planish/recipes/reasoning_problems.py (pip install
                                  planish[reasoning-gym])
@@ -31,10 +31,11 @@ from planish.recipes import training_run
 from planish.recipes.reasoning_problems import TaskDatasetBuilder
 from planish.recipes.reasoning_tasks import check_name
 from planish.recipes.rl_options import RLOptions, run
-from planish.recipes.sums import SumDatasetBuilder
+from planish.recipes.sum_tasks import SumDatasetBuilder
 from planish.rl.environments.boxed_problems import BoxedProblemDatasetBuilder
 from planish.rl.environments.difficulty import DifficultyOptions
 from planish.rl.types import RLDatasetBuilder
+from planish.training.option_rules import GROUP_SIZE, at_least, check_fields, require, zero_for
 
 ARITHMETIC = "arithmetic"
 REASONING_GYM = "reasoning_gym"
@@ -61,30 +62,34 @@ class Options(DifficultyOptions, SplitNames, RLOptions):
         default=DEFAULT_LOG_PATH,
         doc=f"directory of the run's files; the default is {DEFAULT_LOG_PATH}-ENV",
     )
-    batch_size: int = chz.field(default=16, doc="problems per step")
-    group_size: int = chz.field(default=8, doc="answers per problem")
+    batch_size: int = chz.field(default=16, doc="problems per step", metadata=at_least(1))
+    group_size: int = chz.field(default=8, doc="answers per problem", metadata=GROUP_SIZE)
     eval_problems: int | None = chz.field(
         default=None,
         doc="number of test problems; none = the whole test split, or 100; 0 = no evaluation",
+        metadata=zero_for("no evaluation"),
     )
     dataset: str | None = chz.field(
         default=None,
         doc="gsm8k, math, polaris, deepmath: hub name, local directory or file; none = the "
         "published one",
     )
-    max_operand: int | None = chz.field(default=None, doc="arithmetic: largest operand; none = 20")
+    max_operand: int | None = chz.field(
+        default=None, doc="arithmetic: largest operand; none = 20", metadata=at_least(1)
+    )
     task: dict[str, Any] = chz.field(
         default_factory=dict, doc=f"{REASONING_GYM}: options of the task, such as task.max_terms=3"
     )
     shown_examples: int | None = chz.field(
-        default=None, doc=f"{REASONING_GYM}: worked examples in the prompt; none = 2"
+        default=None,
+        doc=f"{REASONING_GYM}: worked examples in the prompt; none = 2",
+        metadata=zero_for("none"),
     )
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train and return the run directory."""
     check(options)
-    training_run.require_groups(options)
     return run(
         options, dataset_builder(options), recipe_name="math_rl", service_client=service_client
     )
@@ -142,16 +147,9 @@ def check(options: Options) -> None:
             training_run.reject_unused(
                 options, [name], f"is no option of env={options.env}; leave it out"
             )
-    training_run.require(
+    check_fields(options)
+    require(
         options,
-        eval_problems=(
-            options.eval_problems is None or options.eval_problems >= 0,
-            "a whole number, 0 for no evaluation",
-        ),
-        shown_examples=(
-            options.shown_examples is None or options.shown_examples >= 0,
-            "a whole number, 0 for none",
-        ),
         max_steps=(
             kind in COLLECTIONS or options.max_steps is not None,
             f"a number, because the problems of env={options.env} are unlimited",
@@ -161,7 +159,6 @@ def check(options: Options) -> None:
             f"1 and max_steps, because the problems of env={options.env} are unlimited",
         ),
     )
-    training_run.require_at_least(options, batch_size=1, group_size=1, max_operand=1)
 
 
 def check_task(env: str) -> None:

@@ -24,6 +24,7 @@ from planish.recipes import teacher_answers, training_run
 from planish.recipes.sl_options import chat_builder, learning_rate
 from planish.recipes.teacher_answers import SUMS, TeacherOptions, teacher_config
 from planish.recipes.training_run import run_main
+from planish.training.option_rules import at_least
 
 SAMPLING_OPTION_DEFAULTS = {"max_tokens": 256, "temperature": 1.0, "num_prompts": None}
 """Options that apply only to sampled answers, with their defaults."""
@@ -41,6 +42,7 @@ class Options(TeacherOptions):
     topk: int = chz.field(
         default=20,
         doc="number of the teacher's most likely tokens that are learned at each position",
+        metadata=at_least(1),
     )
 
 

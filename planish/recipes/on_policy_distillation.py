@@ -29,6 +29,7 @@ from planish.recipes.rl_options import sampling_ahead
 from planish.recipes.teacher_answers import TeacherModelOptions, teacher_config
 from planish.recipes.training_run import run_main
 from planish.rl.types import RLDatasetBuilder
+from planish.training.option_rules import at_least, check_fields, require
 
 PROMPTS = "prompts"
 DEFAULT_LOG_PATH = "/tmp/planish-examples/on_policy_distillation"
@@ -64,7 +65,7 @@ class Options(TeacherModelOptions, math_rl.Options):
         default=DEFAULT_LOG_PATH,
         doc=f"directory of the run's files; the default is {DEFAULT_LOG_PATH}-ENV",
     )
-    group_size: int = 4
+    group_size: int = chz.field(default=4, metadata=at_least(1))
     max_prompt_tokens: int | None = chz.field(
         default=None,
         doc="maximum tokens in a prompt; problems with longer prompts are left out and counted; "
@@ -178,14 +179,14 @@ def check_source(options: Options) -> None:
         ("max_operand", "task", "shown_examples"),
         "is no option of env=prompts; leave it out",
     )
-    training_run.require(
+    check_fields(options)
+    require(
         options,
         dataset=(
             options.dataset is not None,
             "the prompts: a hub name, a local directory or a file",
         ),
     )
-    training_run.require_at_least(options, batch_size=1, group_size=1)
 
 
 def with_env_defaults(arguments: Sequence[str]) -> tuple[training_run.Presets, list[str]]:

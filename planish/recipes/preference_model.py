@@ -12,7 +12,7 @@ probability.
 
 `PreferenceModelBuilderFromRun(path=...)` loads the trained model from the run directory. The kinds
 of models and data are in planish/preference, the generated pairs in
-planish/recipes/courteous_answers.py and exchanged_answers.py.
+planish/recipes/sum_comparisons.py and exchanged_answers.py.
 """
 
 import sys
@@ -30,8 +30,9 @@ from planish.preference.datasets import ComparisonBuilder, ComparisonBuilderFrom
 from planish.preference.forms import Kind
 from planish.preference.model_datasets import PreferenceDatasetBuilder
 from planish.recipes import training_run
-from planish.recipes.courteous_answers import CourteousAnswersBuilder
-from planish.recipes.exchanged_answers import ExchangedSolutionsBuilder, ExchangedSumsBuilder
+from planish.recipes.exchanged_answers import ExchangedSolutionsBuilder
+from planish.recipes.sum_comparisons import SumComparisons
+from planish.training.option_rules import at_least, check_fields, zero_for
 from planish.training.run_options import RecipeOptions
 
 PairsKind = Literal["courtesy", "sums", "solutions"]
@@ -50,12 +51,15 @@ class PreferenceModelOptions:
         doc="chat = a judge that reads both answers, bradley_terry = one score per answer",
     )
     calibration_size: int = chz.field(
-        default=64, doc="number of pairs held out of training for calibration; 0 = no calibration"
+        default=64,
+        doc="number of pairs held out of training for calibration; 0 = no calibration",
+        metadata=zero_for("no calibration"),
     )
-    batch_size: int = chz.field(default=16, doc="comparisons per step")
+    batch_size: int = chz.field(default=16, doc="comparisons per step", metadata=at_least(1))
     max_length: int = chz.field(
         default=1024,
         doc="maximum tokens in a conversation; longer comparisons are skipped and counted",
+        metadata=at_least(2),
     )
 
 
@@ -73,6 +77,7 @@ class ComparisonOptions(SplitNames):
     largest: int | None = chz.field(
         default=None,
         doc=f"pairs=courtesy and pairs=sums: largest operand; none = {DEFAULT_LARGEST}",
+        metadata=at_least(1),
     )
     questions: str | None = chz.field(
         default=None,
@@ -82,6 +87,7 @@ class ComparisonOptions(SplitNames):
     test_size: int | None = chz.field(
         default=64,
         doc="number of test pairs; none = the whole test split of dataset, 0 = no evaluation",
+        metadata=zero_for("no evaluation"),
     )
 
 
@@ -98,7 +104,7 @@ class Options(ComparisonOptions, PreferenceModelOptions, RecipeOptions):
         default=None,
         doc=f"bradley_terry: question that is asked about an answer; none = {QUESTION}",
     )
-    learning_rate: float = chz.field(default=3e-4, doc="learning rate before the schedule")
+    learning_rate: float = 3e-4
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
@@ -110,9 +116,7 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 def model_config(options: Options) -> model_training.Config:
     """Return the config of `planish.preference.model_training`."""
-    training_run.require_at_least(
-        options, batch_size=1, max_length=2, test_size=0, calibration_size=0, largest=1
-    )
+    check_fields(options)
     if options.kind != "bradley_terry":
         training_run.reject_unused(
             options, ("question",), "is for kind=bradley_terry; leave it out"
@@ -149,8 +153,8 @@ def comparisons(options: Options) -> ComparisonBuilder:
             questions=options.questions or DEFAULT_QUESTION_DATASET, **split
         )
     training_run.reject_unused(options, ("questions",), "is for pairs=solutions; leave it out")
-    builder = ExchangedSumsBuilder if options.pairs == "sums" else CourteousAnswersBuilder
-    return builder(largest=DEFAULT_LARGEST if options.largest is None else options.largest, **split)
+    largest = DEFAULT_LARGEST if options.largest is None else options.largest
+    return SumComparisons(kind=options.pairs or "courtesy", largest=largest, **split)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
 from planish.rl.environments.boxed_problems import BoxedProblemDatasetBuilder
 from planish.rl.environments.difficulty import DifficultyOptions
+from planish.training.option_rules import GROUP_SIZE, at_least, check_fields, zero_for
 
 PRESETS: dict[str, dict[str, Any]] = {
     "seed": {
@@ -44,16 +45,18 @@ class Options(DifficultyOptions, SplitNames, RLOptions):
 
     log_path: str = "/tmp/planish-examples/rl_basic"
     dataset: str = chz.field(default="openai/gsm8k", doc="hub name, local directory or file")
-    batch_size: int = chz.field(default=16, doc="problems per step")
-    group_size: int = chz.field(default=8, doc="answers per problem")
+    batch_size: int = chz.field(default=16, doc="problems per step", metadata=at_least(1))
+    group_size: int = chz.field(default=8, doc="answers per problem", metadata=GROUP_SIZE)
     eval_problems: int | None = chz.field(
-        default=None, doc="number of test problems; none = the whole test split, 0 = no evaluation"
+        default=None,
+        doc="number of test problems; none = the whole test split, 0 = no evaluation",
+        metadata=zero_for("no evaluation"),
     )
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train and return the run directory."""
-    training_run.require_groups(options)
+    check_fields(options)
     builder = training_run.build(BoxedProblemDatasetBuilder, options, collection="gsm8k")
     return run(options, builder, recipe_name="rl_basic", service_client=service_client)
 

@@ -16,7 +16,6 @@ rollouts and KL penalties.
 Legend: P problems of a batch, G answers of a group, T tokens of an answer, D datums.
 """
 
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +55,17 @@ from planish.runlog.console import StepDisplay, step_line
 from planish.runlog.plotting import draw_curve
 from planish.runlog.run_directory import RunDirectory
 from planish.runlog.spans import Spans
+from planish.training.option_rules import (
+    GROUP_SIZE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SAMPLING_TEMPERATURE,
+    at_least,
+    check_fields,
+    one_of,
+    require,
+    zero_for,
+)
 from planish.training.rl_config import RL_LOSSES
 from planish.training.run_loop import start_run
 from planish.training.run_options import (
@@ -65,7 +75,7 @@ from planish.training.run_options import (
     StartOptions,
     check_kept_checkpoints,
 )
-from planish.types import TTL_REMEDY, SampledSequence, is_ttl, with_seed
+from planish.types import SampledSequence, with_seed
 
 Metrics = dict[str, float]
 PRESETS: dict[str, dict[str, Any]] = {
@@ -98,32 +108,46 @@ class Config(SplitNames, EvaluationOptions, RetainedCheckpointOptions, StartOpti
     log_path: str = chz.field(
         default="/tmp/planish-examples/rl-loop", doc="directory of the run's files"
     )
-    batch_size: int = chz.field(default=16, doc="problems per step")
-    group_size: int = chz.field(default=8, doc="answers per problem")
-    learning_rate: float = 4e-5
-    max_tokens: int = chz.field(default=256, doc="maximum number of tokens in an answer")
+    batch_size: int = chz.field(default=16, doc="problems per step", metadata=at_least(1))
+    group_size: int = chz.field(default=8, doc="answers per problem", metadata=GROUP_SIZE)
+    learning_rate: float = chz.field(default=4e-5, metadata=POSITIVE)
+    max_tokens: int = chz.field(
+        default=256, doc="maximum number of tokens in an answer", metadata=at_least(1)
+    )
     max_prompt_tokens: int | None = chz.field(
         default=None,
         doc="maximum tokens in a prompt; problems with longer prompts are left out and counted; "
         "none = no limit",
+        metadata=at_least(1),
     )
-    temperature: float = chz.field(default=1.0, doc="temperature of sampling and of the loss")
-    loss_fn: str = chz.field(default="importance_sampling", doc=f"one of {', '.join(RL_LOSSES)}")
+    temperature: float = chz.field(
+        default=1.0, doc="temperature of sampling and of the loss", metadata=SAMPLING_TEMPERATURE
+    )
+    loss_fn: str = chz.field(
+        default="importance_sampling",
+        doc=f"one of {', '.join(RL_LOSSES)}",
+        metadata=one_of(RL_LOSSES),
+    )
     max_steps: int | None = chz.field(
-        default=None, doc="maximum number of steps; none = one pass through the data"
+        default=None,
+        doc="maximum number of steps; none = one pass through the data",
+        metadata=at_least(1),
     )
     eval_problems: int = chz.field(
-        default=0, doc="number of test problems, answered before and after training; 0 = none"
+        default=0,
+        doc="number of test problems, answered before and after training; 0 = none",
+        metadata=zero_for("none"),
     )
     eval_every: int = chz.field(
         default=0, doc="steps between evaluations during training; 0 = none"
     )
     eval_temperature: float = chz.field(
-        default=0.0, doc="sampling temperature in evaluations; 0 = greedy"
+        default=0.0, doc="sampling temperature in evaluations; 0 = greedy", metadata=NOT_NEGATIVE
     )
     eval_samples: int = chz.field(
         default=1,
         doc="answers per test problem; more than 1 adds the metrics avg@n and pass@k",
+        metadata=at_least(1),
     )
 
 
@@ -216,7 +240,7 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
 
 def require_batch(config: Config, problems: Sequence[Problem]) -> None:
     """Raise UserError unless the training problems fill a batch."""
-    training_run.require(
+    require(
         config,
         batch_size=(
             config.batch_size <= len(problems),
@@ -445,28 +469,14 @@ def draw_reward_curve(config: Config, run: RunDirectory) -> None:
 def check_options(config: Config) -> None:
     """Raise UserError for an invalid option, before anything is loaded."""
     can_evaluate = config.eval_every == 0 or (config.eval_every > 0 and config.eval_problems > 0)
-    training_run.require_at_least(config, batch_size=1, max_tokens=1, max_steps=1, eval_samples=1)
-    training_run.require(
+    check_fields(config)
+    require(
         config,
-        group_size=(
-            config.group_size >= 2,
-            "at least 2, because answers are compared within their group",
-        ),
-        temperature=(
-            0 < config.temperature < math.inf,
-            "a number above 0, because greedy answers to a problem are all the same",
-        ),
-        loss_fn=(config.loss_fn in RL_LOSSES, f"one of {', '.join(RL_LOSSES)}"),
-        save_every=(config.save_every >= 0, "a whole number, 0 for never"),
-        ttl_seconds=(is_ttl(config.ttl_seconds), TTL_REMEDY),
-        eval_problems=(config.eval_problems >= 0, "a whole number, 0 for none"),
-        eval_temperature=(0 <= config.eval_temperature < math.inf, "0 or more"),
         eval_samples=(
             config.eval_samples == 1 or config.eval_temperature > 0,
             "1, or an eval_temperature above 0: greedy answers to a problem are all the same",
         ),
         eval_every=(can_evaluate, "0, or a number of at least 1 together with eval_problems"),
-        learning_rate=(0 < config.learning_rate < math.inf, "a number above 0"),
     )
     check_kept_checkpoints(config)
 

@@ -26,6 +26,7 @@ from planish.recipes.training_run import build, reject_unused, run_main
 from planish.rl.types import RLDatasetBuilder
 from planish.runlog.evaluators import Evaluator
 from planish.training import train_rl
+from planish.training.option_rules import at_least, zero_for
 from planish.training.rl_config import (
     AsyncConfig,
     Config,
@@ -46,13 +47,14 @@ class RLOptions(RolloutOptions, LossOptions, RecipeOptions):
 
     log_path: str = "/tmp/planish-examples/rl"
     seed: int = chz.field(default=0, doc="seed of initial weights, data order and sampling")
-    learning_rate: float = chz.field(default=4e-5, doc="learning rate before the schedule")
+    learning_rate: float = 4e-5
     lr_schedule: str = "constant"
     max_tokens: int = 256
     max_prompt_tokens: int | None = chz.field(
         default=None,
         doc="maximum tokens in a prompt; problems with longer prompts are left out and counted; "
         "none = no limit",
+        metadata=at_least(1),
     )
     remove_constant_reward_groups: bool = True
     kl_reference_model: str | None = chz.field(
@@ -66,10 +68,12 @@ class RLOptions(RolloutOptions, LossOptions, RecipeOptions):
     max_steps_off_policy: int = chz.field(
         default=0,
         doc="maximum number of steps that sampling runs ahead of training; 0 = synchronous",
+        metadata=zero_for("synchronous"),
     )
     num_minibatches: int = chz.field(
         default=1,
         doc="minibatches per substep; with more than 1, training begins before sampling ends",
+        metadata=at_least(1),
     )
     rollout_error_tolerance: bool = chz.field(
         default=False, doc="retry rollouts that fail instead of ending the run"

@@ -27,7 +27,6 @@ from planish.preference.model_files import TrainedPreferenceModelBuilder
 from planish.preference.preference_envs import (
     PairwisePreferenceRLDatasetBuilder,
     TournamentOptions,
-    require_tournament,
 )
 from planish.preference.preference_models import PreferenceModelBuilder
 from planish.preference.prompts import (
@@ -50,7 +49,9 @@ from planish.renderers import Renderer
 from planish.supervised.types import SupervisedDatasetBuilder
 from planish.training import rl_config as rl
 from planish.training import supervised_config as supervised
+from planish.training.option_rules import GROUP_SIZE, at_least, check_fields, rule
 from planish.training.run_options import LoraOptions, ScheduleOptions
+from planish.types import TTL_REMEDY, is_ttl
 
 T = TypeVar("T")
 
@@ -73,7 +74,7 @@ class SFTStage(SplitNames, ScheduleOptions):
     max_length: int = chz.field(
         default=1024, doc="maximum tokens in a conversation; longer ones are truncated and counted"
     )
-    learning_rate: float = chz.field(default=5e-4, doc="learning rate before the schedule")
+    learning_rate: float = 5e-4
     eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
     save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only a last one")
 
@@ -89,7 +90,7 @@ class PreferenceStage(SplitNames, preference_model.PreferenceModelOptions, Sched
     test_size: int | None = chz.field(
         default=64, doc="number of test pairs in dataset; none = the whole test split"
     )
-    learning_rate: float = chz.field(default=1e-3, doc="learning rate before the schedule")
+    learning_rate: float = 1e-3
     eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")
     save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only a last one")
 
@@ -105,8 +106,8 @@ class PromptOptions(SplitNames, TournamentOptions):
     test_size: int | None = chz.field(
         default=64, doc="number of test prompts in dataset; none = the whole test split"
     )
-    batch_size: int = chz.field(default=8, doc="prompts per step")
-    group_size: int = chz.field(default=4, doc="answers per prompt")
+    batch_size: int = chz.field(default=8, doc="prompts per step", metadata=at_least(1))
+    group_size: int = chz.field(default=4, doc="answers per prompt", metadata=GROUP_SIZE)
     tournament_pattern: TournamentPattern | None = chz.field(
         default=None,
         doc="pairs that are compared; none = all_pairs_both_ways for kind=chat, "
@@ -169,11 +170,14 @@ class Options(LoraOptions):
     preference: PreferenceStage = PreferenceStage()
     rl: RLStage = RLStage()
     test_prompts: int | None = chz.field(
-        default=None, doc="number of held-out prompts on which policies are compared; none = all"
+        default=None,
+        doc="number of held-out prompts on which policies are compared; none = all",
+        metadata=at_least(1, "at least {}, or none for all"),
     )
     ttl_seconds: int | None = chz.field(
         default=604800,
         doc="seconds until a checkpoint expires, except the last of each stage; none = never",
+        metadata=rule(is_ttl, TTL_REMEDY),
     )
     loggers: tuple[str, ...] = chz.field(
         default=(), doc="loggers in addition to files and console: wandb, trackio, tensorboard"
@@ -223,8 +227,7 @@ def check(options: Options) -> None:
             )
     if options.generates_sums and options.sums.test_size == 0:
         raise UserError("sums.test_size=0: give at least 1; policies are compared on held-out sums")
-    if options.test_prompts is not None and options.test_prompts < 1:
-        raise UserError(f"test_prompts={options.test_prompts}: give at least 1, or none for all")
+    check_fields(options)
     with_stage("sft", lambda: supervised.check(sft_config(options)))
     with_stage("preference", lambda: model_training.check(preference_config(options)))
     with_stage("rl", lambda: check_rl(options))
@@ -232,8 +235,7 @@ def check(options: Options) -> None:
 
 def check_rl(options: Options) -> None:
     """Raise UserError for an invalid option of the RL stage."""
-    require_tournament(options.rl.group_size, options.rl.matchup_group_size)
-    training_run.require_at_least(options.rl, batch_size=1)
+    check_fields(options.rl)
     rl.check(rl_config(options, TrainedModels("the checkpoint to come", RuleBuilder()), None))
 
 

@@ -29,13 +29,14 @@ from planish.evaluation.models import open_model
 from planish.integrations.openai_endpoint import ChatEndpoint
 from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
-from planish.recipes.rubric_sums import NUM_EXAMPLE_VERDICTS, generated_rubrics
+from planish.recipes.sum_tasks import NUM_EXAMPLE_VERDICTS, generated_rubrics
 from planish.rubric.env import UNFINISHED_REWARD, RubricDatasetBuilder
 from planish.rubric.grading import Grader
 from planish.rubric.rubrics import RUBRICS, RubricRows, read_rubric_row
 from planish.runlog.checkpoint_info import require_base_model
 from planish.runlog.run_directory import checkpoint_of
 from planish.supervised.datasets import read_splits, row_splits
+from planish.training.option_rules import GROUP_SIZE, at_least, check_fields, rule, zero_for
 from planish.training.run_loop import open_client
 
 DEFAULT_LARGEST = 20
@@ -64,7 +65,9 @@ class JudgeOptions:
         doc="chat format of the judge; none = that of the checkpoint's run, or the model's own",
     )
     judge_max_tokens: int = chz.field(
-        default=64, doc="maximum number of tokens in the judge's reply, reasoning included"
+        default=64,
+        doc="maximum number of tokens in the judge's reply, reasoning included",
+        metadata=at_least(1),
     )
     judge_url: str | None = chz.field(
         default=None,
@@ -98,20 +101,26 @@ class Options(JudgeOptions, SplitNames, RLOptions):
         default=64,
         doc="number of test rows; none = the whole test split, 0 = no evaluation; without a test "
         "split they are held out of training",
+        metadata=zero_for("no evaluation"),
     )
     largest: int | None = chz.field(
-        default=None, doc=f"generated sums: largest operand; none = {DEFAULT_LARGEST}"
+        default=None,
+        doc=f"generated sums: largest operand; none = {DEFAULT_LARGEST}",
+        metadata=at_least(1),
     )
     shown_verdicts: int | None = chz.field(
         default=None,
         doc="generated sums: number of example verdicts in the judge's prompt, 0 to "
         f"{NUM_EXAMPLE_VERDICTS}; none = all",
+        metadata=rule(
+            lambda value: 0 <= value <= NUM_EXAMPLE_VERDICTS, f"0 to {NUM_EXAMPLE_VERDICTS}"
+        ),
     )
     unfinished_reward: float = chz.field(
         default=UNFINISHED_REWARD, doc="reward of an answer that is truncated"
     )
-    batch_size: int = chz.field(default=8, doc="questions per step")
-    group_size: int = chz.field(default=8, doc="answers per question")
+    batch_size: int = chz.field(default=8, doc="questions per step", metadata=at_least(1))
+    group_size: int = chz.field(default=8, doc="answers per question", metadata=GROUP_SIZE)
 
     learning_rate: float = 2e-4
     max_tokens: int = 16
@@ -245,19 +254,7 @@ def rows_of_dataset(
 
 def check(options: Options) -> None:
     """Raise UserError for an option that is invalid or would be ignored."""
-    training_run.require_groups(options)
-    training_run.require_at_least(options, largest=1, judge_max_tokens=1)
-    training_run.require(
-        options,
-        shown_verdicts=(
-            options.shown_verdicts in (None, *range(NUM_EXAMPLE_VERDICTS + 1)),
-            f"0 to {NUM_EXAMPLE_VERDICTS}",
-        ),
-        test_size=(
-            options.test_size is None or options.test_size >= 0,
-            "a whole number, 0 for no evaluation",
-        ),
-    )
+    check_fields(options)
     if options.dataset is None:
         training_run.reject_unused(options, *training_run.SPLITS_OF_DATASET)
     else:

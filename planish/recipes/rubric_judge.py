@@ -21,10 +21,11 @@ import chz
 
 from planish.files import write_atomically
 from planish.recipes import training_run
-from planish.recipes.rubric_sums import rubric_of, verdict
+from planish.recipes.sum_tasks import rubric_of, verdict
 from planish.recipes.sums import Sum
 from planish.renderers import Message
 from planish.rubric.grading import judge_prompt
+from planish.training.option_rules import at_least, check_fields
 
 FORMS = (
     "{left} + {right} = {result}",
@@ -41,19 +42,17 @@ class Options:
 
     path: str = chz.field(default="judge.jsonl", doc="output file")
     examples: int = chz.field(
-        default=4000, doc="number of conversations; half of the verdicts are Yes"
+        default=4000,
+        doc="number of conversations; half of the verdicts are Yes",
+        metadata=at_least(2, "at least {}"),
     )
-    largest: int = chz.field(default=20, doc="largest operand")
+    largest: int = chz.field(default=20, doc="largest operand", metadata=at_least(1))
     seed: int = 0
 
 
 def main(options: Options) -> Path:
     """Write the file and return its path."""
-    training_run.require(
-        options,
-        examples=(options.examples >= 2, "at least 2"),
-        largest=(options.largest >= 1, "a whole number of at least 1"),
-    )
+    check_fields(options)
     rng = random.Random(f"judge:{options.seed}")
     rows = [_example(options.largest, number % 2 == 0, rng) for number in range(options.examples)]
     path = Path(options.path).expanduser()

@@ -25,7 +25,6 @@ from planish.preference.matchups import TournamentPattern
 from planish.preference.preference_envs import (
     PairwisePreferenceRLDatasetBuilder,
     TournamentOptions,
-    require_tournament,
 )
 from planish.preference.preference_models import PreferenceModelBuilder
 from planish.preference.prompts import PromptBuilder, Prompts, PromptsFromRows
@@ -34,6 +33,7 @@ from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
 from planish.renderers import Renderer, get_text_content
 from planish.runlog.model_renderer import model_renderer
+from planish.training.option_rules import GROUP_SIZE, at_least, check_fields, zero_for
 from planish.training.run_loop import open_client
 
 QUESTIONS = (
@@ -117,9 +117,10 @@ class Options(TournamentOptions, SplitNames, RLOptions):
     test_size: int | None = chz.field(
         default=16,
         doc="dataset: number of test prompts; none = the whole test split, 0 = no evaluation",
+        metadata=zero_for("no evaluation"),
     )
-    batch_size: int = chz.field(default=8, doc="prompts per step")
-    group_size: int = chz.field(default=4, doc="answers per prompt")
+    batch_size: int = chz.field(default=8, doc="prompts per step", metadata=at_least(1))
+    group_size: int = chz.field(default=4, doc="answers per prompt", metadata=GROUP_SIZE)
     tournament_pattern: TournamentPattern = TournamentPattern.ALL_PAIRS_BOTH_WAYS
     learning_rate: float = 2e-4
     max_tokens: int = 64
@@ -137,8 +138,7 @@ class Options(TournamentOptions, SplitNames, RLOptions):
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train and return the run directory."""
-    require_tournament(options.group_size, options.matchup_group_size)
-    training_run.require_at_least(options, batch_size=1)
+    check_fields(options)
     with open_client(options, service_client) as client:
         return train(options, client)
 

@@ -46,9 +46,10 @@ from planish.runlog.plotting import draw_curve
 from planish.runlog.run_directory import RunDirectory
 from planish.runlog.spans import Spans
 from planish.supervised.rendering import check_conversation, plain_text_example
+from planish.training.option_rules import POSITIVE, at_least, check_fields, require, zero_for
 from planish.training.run_loop import start_run
 from planish.training.run_options import CheckpointOptions, StartOptions
-from planish.types import TTL_REMEDY, ForwardBackwardOutput, is_ttl
+from planish.types import ForwardBackwardOutput
 
 PRESETS: dict[str, dict[str, Any]] = {
     "seed": {
@@ -83,26 +84,31 @@ class Config(SplitNames, CheckpointOptions, StartOptions):
     log_path: str = chz.field(
         default="/tmp/planish-examples/sl-loop", doc="directory of the run's files"
     )
-    batch_size: int = chz.field(default=16, doc="examples per step")
+    batch_size: int = chz.field(default=16, doc="examples per step", metadata=at_least(1))
     learning_rate: float = chz.field(
-        default=2e-4, doc="learning rate of the first step; it falls linearly to 0"
+        default=2e-4,
+        doc="learning rate of the first step; it falls linearly to 0",
+        metadata=POSITIVE,
     )
     max_length: int = chz.field(
-        default=1024, doc="maximum tokens in an example; longer ones are truncated and counted"
+        default=1024,
+        doc="maximum tokens in an example; longer ones are truncated and counted",
+        metadata=at_least(2),
     )
-    num_epochs: int = 1
+    num_epochs: int = chz.field(default=1, metadata=at_least(1))
     max_steps: int | None = chz.field(
-        default=None, doc="maximum number of steps; none = num_epochs passes"
+        default=None, doc="maximum number of steps; none = num_epochs passes", metadata=at_least(1)
     )
     eval_examples: int = chz.field(
         default=0,
         doc="number of test examples whose NLL is measured before and after training; 0 = none",
+        metadata=zero_for("none"),
     )
 
 
 def main(config: Config) -> Path:
     """Train, in this process or on a server, and return the run directory."""
-    check_options(config)
+    check_fields(config)
     with ServiceClient(base_url=config.base_url) as service_client:
         return train(config, service_client)
 
@@ -115,7 +121,7 @@ def train(config: Config, service_client: ServiceClient) -> Path:
         test_conversations = load_conversations(config.dataset, config.test_split or "test")
         test_conversations = test_conversations[: config.eval_examples]
     steps_per_epoch = len(conversations) // config.batch_size
-    training_run.require(
+    require(
         config,
         batch_size=(steps_per_epoch > 0, f"at most {len(conversations)}, the number of examples"),
     )
@@ -322,18 +328,6 @@ def draw_loss_curve(config: Config, run: RunDirectory) -> None:
     """Draw the loss curve, nll.png."""
     title = f"supervised: {config.model_name} on {config.dataset}"
     draw_curve(run.path / "nll.png", run.metrics(), ("train_mean_nll", "test/nll"), title=title)
-
-
-def check_options(config: Config) -> None:
-    """Raise UserError for an invalid option, before anything is loaded."""
-    training_run.require_at_least(config, batch_size=1, max_length=2, num_epochs=1, max_steps=1)
-    training_run.require(
-        config,
-        save_every=(config.save_every >= 0, "a whole number, 0 for never"),
-        ttl_seconds=(is_ttl(config.ttl_seconds), TTL_REMEDY),
-        eval_examples=(config.eval_examples >= 0, "a whole number, 0 for none"),
-        learning_rate=(0 < config.learning_rate < math.inf, "a number above 0"),
-    )
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ import chz
 
 from planish import ServiceClient
 from planish.datasets.split_names import SplitNames
-from planish.recipes.training_run import build, chat_config, require_at_least, run_main
+from planish.recipes.training_run import build, chat_config, run_main
 from planish.renderers import TrainOnWhat
 from planish.supervised.datasets import FromRowsBuilder
 from planish.supervised.types import SupervisedDatasetBuilder
 from planish.training import train_supervised
 from planish.training.learning_rates import get_lr
+from planish.training.option_rules import NOT_NEGATIVE, at_least, check_fields, zero_for
 from planish.training.run_options import RecipeOptions
 from planish.training.supervised_config import Config, check
 
@@ -34,11 +35,14 @@ class SLOptions(SplitNames, RecipeOptions):
     test_size: int | None = chz.field(
         default=None,
         doc="number of test conversations; none = the whole test split, if any; 0 = no evaluation",
+        metadata=zero_for("no evaluation"),
     )
     log_path: str = "/tmp/planish-examples/sl"
-    batch_size: int = chz.field(default=128, doc="conversations per step")
+    batch_size: int = chz.field(default=128, doc="conversations per step", metadata=at_least(1))
     max_length: int = chz.field(
-        default=16384, doc="maximum tokens in a conversation; longer ones are truncated and counted"
+        default=16384,
+        doc="maximum tokens in a conversation; longer ones are truncated and counted",
+        metadata=at_least(2),
     )
     train_on_what: TrainOnWhat = chz.field(
         default=TrainOnWhat.ALL_ASSISTANT_MESSAGES,
@@ -50,9 +54,11 @@ class SLOptions(SplitNames, RecipeOptions):
     learning_rate: float | None = chz.field(
         default=None, doc="learning rate before the schedule; none = get_lr(model_name)"
     )
-    weight_decay: float = chz.field(default=0.0, doc="weight decay of AdamW")
+    weight_decay: float = chz.field(default=0.0, doc="weight decay of AdamW", metadata=NOT_NEGATIVE)
     submit_ahead: int = chz.field(
-        default=1, doc="maximum number of unfinished steps while the next step is prepared"
+        default=1,
+        doc="maximum number of unfinished steps while the next step is prepared",
+        metadata=zero_for("waiting for each step"),
     )
 
 
@@ -93,7 +99,7 @@ def learning_rate(options: SLOptions) -> float:
 
 def chat_builder(options: SLOptions, dataset: str) -> FromRowsBuilder:
     """Return the builder of the conversations in `dataset`."""
-    require_at_least(options, batch_size=1, max_length=2, test_size=0)
+    check_fields(options)
     return build(
         FromRowsBuilder,
         options,

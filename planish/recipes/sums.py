@@ -1,31 +1,23 @@
-"""Sums of two whole numbers, generated without end. A test sum is never trained on, in either
-order.
+"""Sums of two whole numbers: the generated data of the recipes.
 
-The worked examples answer with the whole equation, "3 + 4 = 7", since small models complete an
-equation better than they write a number alone. The last number of a message is its answer.
+Three modules present the sums in different ways:
 
-    reward = correct + 0.1 * (format - 1)
+    sum_tasks.py          RL environments, prompts for a teacher, rubrics for a judge
+    sum_comparisons.py    comparisons of a better and a worse answer
+    wordy_sums.py         chats, comparisons and prompts with a known rule, for RLHF
 
-`format`: the message is the equation or the number alone, and ends with a stop sequence.
+A test sum is never trained on, in either order of its numbers. The comparisons of courteous and of
+exchanged answers are an exception: they hold out a question in one order only.
 """
 
 import random
-import re
 from collections.abc import Set
 from dataclasses import dataclass
 
-import chz
-
 from planish.errors import UserError
-from planish.recipes.arithmetic_expressions import last_number
-from planish.renderers import Message, Renderer
-from planish.rl.environments.datasets import ENDLESS_NUM_BATCHES
-from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
-from planish.rl.environments.problem_env import ProblemEnv
-from planish.rl.types import RLDataset
+from planish.renderers import Message
 
 NUM_TEST_SUMS = 100
-ANSWER_FORMAT = re.compile(r"(\d+ \+ \d+ = )?\d+\.?")
 
 
 @dataclass(frozen=True)
@@ -36,9 +28,19 @@ class Sum:
     right: int
 
     @property
+    def terms(self) -> str:
+        """The sum without its result, such as "3 + 4"."""
+        return f"{self.left} + {self.right}"
+
+    @property
     def question(self) -> str:
         """The question as text."""
-        return f"What is {self.left} + {self.right}?"
+        return f"What is {self.terms}?"
+
+    @property
+    def prompt(self) -> Message:
+        """The question as a message."""
+        return {"role": "user", "content": self.question}
 
     @property
     def answer(self) -> int:
@@ -51,36 +53,13 @@ class Sum:
         return min(self.left, self.right), max(self.left, self.right)
 
     @property
-    def swapped(self) -> "Sum":
-        """The sum with its numbers in the other order."""
-        return Sum(self.right, self.left)
+    def orders(self) -> tuple["Sum", ...]:
+        """The sum and the one with its numbers swapped, or the sum alone if its numbers are equal."""
+        return (self,) if self.left == self.right else (self, Sum(self.right, self.left))
 
 
 EXAMPLE_SUMS = (Sum(4, 3), Sum(12, 25))
-
-
-class SumEnv(ProblemEnv):
-    """One sum, after worked examples if `shows_examples`."""
-
-    def __init__(self, renderer: Renderer, problem: Sum, *, shows_examples: bool = True) -> None:
-        super().__init__(renderer, convo_prefix=worked_examples() if shows_examples else None)
-        self.problem = problem
-
-    def get_question(self) -> str:
-        """Return the question."""
-        return self.problem.question
-
-    def check_format(self, sample_str: str) -> bool:
-        """Return whether the text is the equation or a number alone."""
-        return ANSWER_FORMAT.fullmatch(sample_str.strip()) is not None
-
-    def check_answer(self, sample_str: str) -> bool:
-        """Return whether the last number of the text is the result."""
-        return last_number(sample_str) == self.problem.answer
-
-    def get_reference_answer(self) -> str:
-        """Return the result."""
-        return str(self.problem.answer)
+EXAMPLE_PAIRS = frozenset(example.pair for example in EXAMPLE_SUMS)
 
 
 def worked_examples() -> list[Message]:
@@ -89,40 +68,50 @@ def worked_examples() -> list[Message]:
 
 
 def worked_example(problem: Sum) -> list[Message]:
-    """Return a worked example as a question and its answer."""
-    equation = f"{problem.left} + {problem.right} = {problem.answer}"
+    """Return a worked example as a question and its answer. The answer is the whole equation, since
+    small models complete an equation better than they write a number alone.
+    """
     return [
-        {"role": "user", "content": problem.question},
-        {"role": "assistant", "content": equation},
+        problem.prompt,
+        {"role": "assistant", "content": f"{problem.terms} = {problem.answer}"},
     ]
 
 
-@chz.chz
-class SumDatasetBuilder(ProblemDatasetBuilder):
-    """Groups for random sums, and held-out sums for the test."""
+def all_sums(largest: int, *, in_both_orders: bool = False) -> list[Sum]:
+    """Return the sums of two numbers from 0 to `largest`, in ascending order. Of a + b and b + a,
+    only the one with the smaller number first is included, unless `in_both_orders`.
+    """
+    numbers = range(largest + 1)
+    return [
+        Sum(left, right) for left in numbers for right in numbers if in_both_orders or left <= right
+    ]
 
-    max_operand: int = chz.field(default=20, doc="largest operand")
-    eval_problems: int | None = chz.field(
-        default=None, doc=f"number of test sums; none = {NUM_TEST_SUMS}, or a third of all"
-    )
 
-    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
-        """Return (training dataset, test dataset). Without test sums, the latter is None."""
-        test_sums = held_out_sums(self.max_operand, self.eval_problems)
-        held_out = {test.pair for test in test_sums} | {example.pair for example in EXAMPLE_SUMS}
+def num_sums(largest: int) -> int:
+    """Return the number of sums of two numbers from 0 to `largest`, where a + b and b + a count
+    once.
+    """
+    return (largest + 1) * (largest + 2) // 2
 
-        def sample_problem(rng: random.Random) -> Sum:
-            return random_sum(rng, self.max_operand, held_out)
 
-        return self.generated(sample_problem, ENDLESS_NUM_BATCHES), self.evaluation(test_sums)
+def require_training_sums(test_size: int, count: int) -> None:
+    """Raise UserError unless some of `count` sums are left for training."""
+    if not 0 <= test_size < count:
+        raise UserError(
+            f"test_size={test_size}: there are {count} sums; give fewer, or a larger largest"
+        )
 
-    def make_env(self, problem: Sum) -> SumEnv:
-        """Return the environment of one answer."""
-        return SumEnv(self.renderer, problem)
 
-    def tag(self) -> str:
-        """Return "arithmetic"."""
-        return "arithmetic"
+def split_sums(largest: int, test_size: int, rng: random.Random) -> tuple[list[Sum], list[Sum]]:
+    """Return (training sums, `test_size` test sums) of two numbers from 0 to `largest`, in a random
+    order. A test sum occurs in one order of its numbers only. Neither order occurs in training.
+    """
+    sums = all_sums(largest)
+    require_training_sums(test_size, len(sums))
+    rng.shuffle(sums)
+    # A choice is made for equal numbers too, so that it takes the same random numbers.
+    test = [rng.choice((problem, problem.orders[-1])) for problem in sums[:test_size]]
+    return [order for problem in sums[test_size:] for order in problem.orders], test
 
 
 def held_out_sums(max_operand: int, count: int | None) -> list[Sum]:
@@ -138,7 +127,7 @@ def held_out_sums(max_operand: int, count: int | None) -> list[Sum]:
             f"of which are trained on; give at most {max_tests}, or a larger max_operand"
         )
     rng = random.Random("test")
-    excluded_pairs = {example.pair for example in EXAMPLE_SUMS}
+    excluded_pairs = set(EXAMPLE_PAIRS)
     test_sums: list[Sum] = []
     while len(test_sums) < count:
         test_sums.append(random_sum(rng, max_operand, excluded_pairs))
@@ -146,22 +135,9 @@ def held_out_sums(max_operand: int, count: int | None) -> list[Sum]:
     return test_sums
 
 
-def split_sums(largest: int, test_size: int, rng: random.Random) -> tuple[list[Sum], list[Sum]]:
-    """Return (training sums, `test_size` test sums) of two numbers from 0 to `largest`, in a random
-    order. A test sum occurs in one order of its numbers only. Neither order occurs in training.
-    """
-    sums = [Sum(left, right) for left in range(largest + 1) for right in range(left, largest + 1)]
-    rng.shuffle(sums)
-    test = [rng.choice((problem, problem.swapped)) for problem in sums[:test_size]]
-    train = [order for problem in sums[test_size:] for order in (problem, problem.swapped)]
-    return list(dict.fromkeys(train)), test
-
-
-def num_sums(largest: int) -> int:
-    """Return the number of sums of two numbers from 0 to `largest`, where a + b and b + a count
-    once.
-    """
-    return (largest + 1) * (largest + 2) // 2
+def untrained_pairs(test_sums: list[Sum]) -> Set[tuple[int, int]]:
+    """Return the pairs of numbers that are not trained on: those of tests and worked examples."""
+    return EXAMPLE_PAIRS | {test.pair for test in test_sums}
 
 
 def random_sum(rng: random.Random, max_operand: int, held_out: Set[tuple[int, int]]) -> Sum:

@@ -20,10 +20,11 @@ from planish.errors import UserError
 from planish.files import lock_directory
 from planish.recipes import training_run
 from planish.recipes.sl_options import SLOptions, chat_builder
-from planish.recipes.sum_prompts import generated_sum_prompts, sum_test
+from planish.recipes.sum_tasks import generated_sum_prompts, sum_test
 from planish.renderers import TrainOnWhat
 from planish.runlog.model_renderer import model_renderer
 from planish.supervised.datasets import FromRowsBuilder
+from planish.training.option_rules import NOT_NEGATIVE, at_least, check_fields, require
 
 SUMS = "sums"
 MAX_OPERAND = 20
@@ -56,14 +57,20 @@ class TeacherOptions(TeacherModelOptions, SLOptions):
     batch_size: int = 16
     max_length: int = 1024
     max_tokens: int = chz.field(
-        default=256, doc="maximum number of tokens in an answer of the teacher"
+        default=256,
+        doc="maximum number of tokens in an answer of the teacher",
+        metadata=at_least(1),
     )
-    temperature: float = chz.field(default=1.0, doc="sampling temperature of the teacher's answers")
+    temperature: float = chz.field(
+        default=1.0, doc="sampling temperature of the teacher's answers", metadata=NOT_NEGATIVE
+    )
     num_prompts: int | None = chz.field(
-        default=None, doc="number of prompts that the teacher answers; none = all, or 512 sums"
+        default=None,
+        doc="number of prompts that the teacher answers; none = all, or 512 sums",
+        metadata=at_least(1),
     )
     max_operand: int | None = chz.field(
-        default=None, doc=f"sums: largest operand; none = {MAX_OPERAND}"
+        default=None, doc=f"sums: largest operand; none = {MAX_OPERAND}", metadata=at_least(1)
     )
 
     @property
@@ -89,10 +96,9 @@ def check(options: TeacherOptions) -> None:
         "is not used, because test conversations are held out of the teacher's answers; leave it "
         "out",
     )
-    training_run.require_at_least(options, max_tokens=1, num_prompts=1, max_operand=1)
-    training_run.require(
+    check_fields(options)
+    require(
         options,
-        temperature=(options.temperature >= 0, "0 or more"),
         train_on_what=(
             options.train_on_what is TrainOnWhat.ALL_ASSISTANT_MESSAGES,
             "its default, because only the teacher's answer is trained on",

@@ -37,6 +37,7 @@ from planish.rl.environments.message_env import MessageStepResult
 from planish.rl.environments.self_play import Player, PlayerEnv, Turns
 from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, Trajectory
 from planish.runlog.model_renderer import model_renderer
+from planish.training.option_rules import at_least, between, check_fields, zero_for
 
 MAX_OPENING_MOVES = 4
 """Limit of `opening_moves`. No player can win in four moves, so no game is over at its start."""
@@ -227,12 +228,18 @@ def outcome(player: TicTacToePlayer) -> Metrics:
 class GameOptions:
     """How many games are played, and how they begin."""
 
-    batch_size: int = chz.field(default=32, doc="games per step, each with two players")
+    batch_size: int = chz.field(
+        default=32, doc="games per step, each with two players", metadata=at_least(1)
+    )
     opening_moves: int = chz.field(
-        default=3, doc="maximum number of random moves before a training game"
+        default=3,
+        doc="maximum number of random moves before a training game",
+        metadata=between(0, MAX_OPENING_MOVES),
     )
     test_games: int = chz.field(
-        default=32, doc="number of test games against each opponent; 0 = no evaluation"
+        default=32,
+        doc="number of test games against each opponent; 0 = no evaluation",
+        metadata=zero_for("no evaluation"),
     )
 
 
@@ -275,15 +282,7 @@ class Options(GameOptions, RLOptions):
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train and return the run directory."""
-    training_run.require(
-        options,
-        opening_moves=(
-            0 <= options.opening_moves <= MAX_OPENING_MOVES,
-            f"0 to {MAX_OPENING_MOVES}",
-        ),
-        test_games=(options.test_games >= 0, "0 or more"),
-    )
-    training_run.require_at_least(options, batch_size=1)
+    check_fields(options)
     builder = training_run.build(TicTacToeDatasetBuilder, options)
     return run(options, builder, recipe_name="tic_tac_toe", service_client=service_client)
 

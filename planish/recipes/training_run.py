@@ -24,7 +24,7 @@ from planish.processes.interruption import Terminated, run_coroutine, sigterm_as
 from planish.runlog.model_renderer import learn_renderer
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 from planish.training.run_loop import open_client
-from planish.training.run_options import require, require_at_least, run_in_place_of_training
+from planish.training.run_options import run_in_place_of_training
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -167,22 +167,6 @@ SPLITS_OF_DATASET = (
     "names a split of dataset, and dataset is not given; leave it out",
 )
 """The arguments of `reject_unused` for a run on generated data."""
-
-
-def require_groups(options: Any) -> None:
-    """Raise UserError for sizes of a step that leave nothing to compare: `batch_size`, `group_size`
-    and, if the recipe has it, `eval_problems`.
-    """
-    require_at_least(options, batch_size=1)
-    eval_problems = getattr(options, "eval_problems", None)
-    require(
-        options,
-        group_size=(options.group_size >= 2, "at least 2: answers are compared within their group"),
-        eval_problems=(
-            eval_problems is None or eval_problems >= 0,
-            "a whole number, 0 for no evaluation",
-        ),
-    )
 
 
 def build(target: type[T], options: Any, **overrides: Any) -> T:

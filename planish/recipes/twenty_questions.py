@@ -40,6 +40,14 @@ from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, M
 from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.types import Env, Metrics, RLDataset
 from planish.runlog.model_renderer import learn_renderer
+from planish.training.option_rules import (
+    GROUP_SIZE,
+    NOT_NEGATIVE,
+    at_least,
+    check_fields,
+    require,
+    rule,
+)
 from planish.training.run_loop import open_client
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -55,9 +63,13 @@ class Rules:
     """The rules of a game."""
 
     max_questions: int = chz.field(
-        default=4, doc="maximum number of the player's messages, guesses included"
+        default=4,
+        doc="maximum number of the player's messages, guesses included",
+        metadata=at_least(1),
     )
-    waste_cost: float = chz.field(default=0.1, doc="penalty of a message that cannot help")
+    waste_cost: float = chz.field(
+        default=0.1, doc="penalty of a message that cannot help", metadata=NOT_NEGATIVE
+    )
 
 
 @dataclass(frozen=True)
@@ -217,15 +229,21 @@ class Options(Rules, RLOptions):
     """Options of the recipe."""
 
     log_path: str = "/tmp/planish-examples/twenty_questions"
-    choices: int = chz.field(default=6, doc="number of candidate words that a game lists; 0 = none")
+    choices: int = chz.field(
+        default=6,
+        doc="number of candidate words that a game lists; 0 = none",
+        metadata=rule(
+            lambda value: value == 0 or 2 <= value <= MAX_CHOICES, f"0, or 2 to {MAX_CHOICES}"
+        ),
+    )
     answerer_model: str | None = chz.field(
         default=None, doc="base model of the answerer; none = model_name"
     )
     answerer_renderer_name: str | None = chz.field(
         default=None, doc="chat format of the answerer; none = the model's own"
     )
-    batch_size: int = chz.field(default=16, doc="secret words per step")
-    group_size: int = chz.field(default=8, doc="episodes per secret word")
+    batch_size: int = chz.field(default=16, doc="secret words per step", metadata=at_least(1))
+    group_size: int = chz.field(default=8, doc="episodes per secret word", metadata=GROUP_SIZE)
     learning_rate: float = 2e-4
     max_tokens: int = chz.field(default=12, doc="maximum number of tokens in a message")
     temperature: float = chz.field(
@@ -237,17 +255,11 @@ class Options(Rules, RLOptions):
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train and return the run directory."""
-    training_run.require(
+    check_fields(options)
+    require(
         options,
-        choices=(
-            options.choices == 0 or 2 <= options.choices <= MAX_CHOICES,
-            f"0, or 2 to {MAX_CHOICES}",
-        ),
-        waste_cost=(options.waste_cost >= 0, "0 or more"),
         rollout_processes=(options.rollout_processes == 0, "0: the answerer runs in this process"),
     )
-    training_run.require_at_least(options, max_questions=1)
-    training_run.require_groups(options)
     models = [options.answerer_model]
     with open_client(options, service_client, models) as client:
         return train(options, client)

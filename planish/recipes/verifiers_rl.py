@@ -20,6 +20,7 @@ from planish.integrations.verifiers.datasets import VerifiersDatasetBuilder, can
 from planish.integrations.verifiers.library import load_environment
 from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
+from planish.training.option_rules import GROUP_SIZE, at_least, check_fields, zero_for
 
 
 @chz.chz
@@ -31,17 +32,19 @@ class Options(RLOptions):
     )
     log_path: str = "/tmp/planish-examples/verifiers_rl"
     env_args: str = chz.field(default="{}", doc="arguments of load_environment as a JSON object")
-    batch_size: int = chz.field(default=8, doc="rows per step")
-    group_size: int = chz.field(default=8, doc="rollouts per row")
+    batch_size: int = chz.field(default=8, doc="rows per step", metadata=at_least(1))
+    group_size: int = chz.field(default=8, doc="rollouts per row", metadata=GROUP_SIZE)
     eval_problems: int | None = chz.field(
         default=None,
         doc="number of test rows; none = the environment's eval data, or rows held out of "
         "training if it has none",
+        metadata=zero_for("no evaluation"),
     )
     max_prompt_tokens: int | None = chz.field(
         default=None,
         doc="maximum tokens in the prompt of a turn; a longer prompt ends the rollout; none = what "
         "max_trajectory_tokens leaves beside max_tokens",
+        metadata=at_least(1),
     )
     max_trajectory_tokens: int = chz.field(
         default=4096,
@@ -70,8 +73,7 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 def check(options: Options) -> None:
     """Raise UserError for an invalid option."""
-    training_run.require_groups(options)
-    training_run.require_at_least(options, max_prompt_tokens=1)
+    check_fields(options)
     if options.max_trajectory_tokens <= options.max_tokens:
         raise UserError(
             f"max_trajectory_tokens={options.max_trajectory_tokens}: give more than "

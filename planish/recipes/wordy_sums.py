@@ -25,8 +25,8 @@ from planish.preference.preference_models import PreferenceModelBuilder
 from planish.preference.prompts import PromptBuilder, Prompts
 from planish.preference.types import Comparison, Label, LabeledComparison, Messages
 from planish.recipes.arithmetic_expressions import last_number
-from planish.recipes.preference_pairs import CLOSINGS, OPENINGS
-from planish.recipes.sums import Sum
+from planish.recipes.sum_comparisons import CLOSINGS, OPENINGS
+from planish.recipes.sums import Sum, all_sums
 from planish.renderers import get_text_content
 from planish.supervised.datasets import RowDataset
 from planish.supervised.rendering import conversation_converter
@@ -112,25 +112,20 @@ class WordySums:
     def split(self) -> tuple[list[Sum], list[Sum]]:
         """Return (training sums, held-out sums), each in a random order."""
         rng = random.Random(f"wordy sums:{self.seed}")
-        pairs = [(a, b) for a in range(self.largest + 1) for b in range(a, self.largest + 1)]
-        rng.shuffle(pairs)
+        sums = all_sums(self.largest)
+        rng.shuffle(sums)
         test: list[Sum] = []
         train: list[Sum] = []
-        for a, b in pairs:
+        for problem in sums:
             part = test if len(test) < self.test_size else train
-            part += [Sum(a, b)] if a == b else [Sum(a, b), Sum(b, a)]
+            part += problem.orders
         rng.shuffle(train)
         return train, test
 
 
-def question_of(problem: Sum) -> Messages:
-    """Return the prompt of a sum."""
-    return [{"role": "user", "content": problem.question}]
-
-
 def random_answer(problem: Sum, result: int, rng: random.Random) -> Messages:
     """Return an answer with the given result. An opening and a closing are added at random."""
-    equation = f"{problem.left} + {problem.right} = {result}."
+    equation = f"{problem.terms} = {result}."
     opening = [rng.choice(OPENINGS)] if rng.random() < EXTRA_PHRASE_PROBABILITY else []
     closing = [rng.choice(CLOSINGS)] if rng.random() < EXTRA_PHRASE_PROBABILITY else []
     return [{"role": "assistant", "content": " ".join([*opening, equation, *closing])}]
@@ -150,7 +145,7 @@ def result_of(problem: Sum, rng: random.Random) -> int:
 
 def random_comparison(problem: Sum, rng: random.Random) -> LabeledComparison:
     """Return a comparison of two random answers that are not equally good."""
-    prompt = question_of(problem)
+    prompt = [problem.prompt]
     while True:
         a, b = (random_answer(problem, result_of(problem, rng), rng) for _ in "AB")
         rank_a, rank_b = quality(prompt, a).rank, quality(prompt, b).rank
@@ -183,9 +178,7 @@ class WordySumChats(ChatDatasetBuilder):
 
 def demonstrations(sums: Sequence[Sum], rng: random.Random) -> list[Messages]:
     """Return a conversation with a right answer to each sum."""
-    return [
-        [*question_of(problem), *random_answer(problem, problem.answer, rng)] for problem in sums
-    ]
+    return [[problem.prompt, *random_answer(problem, problem.answer, rng)] for problem in sums]
 
 
 @chz.chz
@@ -214,5 +207,5 @@ class WordySumPrompts(PromptBuilder):
         """Return the prompts for training and test."""
         train, test = self.sums.split()
         return Prompts(
-            [question_of(problem) for problem in train], [question_of(problem) for problem in test]
+            [[problem.prompt] for problem in train], [[problem.prompt] for problem in test]
         )

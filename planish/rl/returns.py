@@ -25,7 +25,6 @@ from planish.rl.advantages import ADVANTAGES, is_constant
 from planish.rl.types import Trajectory, TrajectoryGroup, Transition
 
 Truncated = Literal["keep", "mask", "penalise"]
-TRUNCATED = ("keep", "mask", "penalise")
 DEFAULT_BUFFER_FRACTION = 0.2
 """The default length of the buffer of `overlong_penalty`, as a fraction of the maximum length. It
 is that of DAPO: 4,096 of 20,480 tokens.

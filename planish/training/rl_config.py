@@ -12,11 +12,22 @@ import chz
 from planish.errors import UnsupportedError, UserError
 from planish.rl.advantages import ADVANTAGES
 from planish.rl.limits import TerminationRewardPolicy
-from planish.rl.returns import DEFAULT_BUFFER_FRACTION, TRUNCATED, TrainingRewards, Truncated
+from planish.rl.returns import DEFAULT_BUFFER_FRACTION, TrainingRewards, Truncated
 from planish.rl.rollout.strategy import RolloutStrategy, strategy_from
 from planish.rl.types import RLDatasetBuilder
 from planish.service import complete_config
-from planish.training.run_options import RunOptions, check_run, require, require_at_least
+from planish.training.option_rules import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    SAMPLING_TEMPERATURE,
+    at_least,
+    check_fields,
+    one_of,
+    require,
+    rule,
+    zero_for,
+)
+from planish.training.run_options import RunOptions, check_run
 from planish.training.scoring_models import KLReferenceConfig
 
 RL_LOSSES = ("importance_sampling", "ppo", "cispo", "gspo", "dro")
@@ -28,10 +39,13 @@ class AsyncConfig:
 
     max_steps_off_policy: int = chz.field(
         doc="maximum number of steps between the weights that sample a group and the step that "
-        "trains on it"
+        "trains on it",
+        metadata=zero_for("synchronous"),
     )
     groups_per_batch: int | None = chz.field(
-        default=None, doc="groups per step; none = the dataset's own batches"
+        default=None,
+        doc="groups per step; none = the dataset's own batches",
+        metadata=at_least(1),
     )
 
 
@@ -41,9 +55,13 @@ class StreamMinibatchConfig:
     batch are still being rolled out.
     """
 
-    num_minibatches: int = chz.field(doc="minibatches per substep; each is one forward_backward")
+    num_minibatches: int = chz.field(
+        doc="minibatches per substep; each is one forward_backward", metadata=at_least(1)
+    )
     groups_per_batch: int | None = chz.field(
-        default=None, doc="groups per step; none = the dataset's own batches"
+        default=None,
+        doc="groups per step; none = the dataset's own batches",
+        metadata=at_least(1),
     )
 
 
@@ -51,15 +69,23 @@ class StreamMinibatchConfig:
 class LossOptions:
     """How rewards become a loss."""
 
-    temperature: float = chz.field(default=1.0, doc="sampling temperature, which the loss uses too")
+    temperature: float = chz.field(
+        default=1.0,
+        doc="sampling temperature, which the loss uses too",
+        metadata=SAMPLING_TEMPERATURE,
+    )
     loss_fn: str = chz.field(
-        default="importance_sampling", doc=f"loss: one of {', '.join(RL_LOSSES)}"
+        default="importance_sampling",
+        doc=f"loss: one of {', '.join(RL_LOSSES)}",
+        metadata=one_of(RL_LOSSES),
     )
     loss_fn_config: dict[str, float] | None = chz.field(
         default=None, doc="options of the loss, such as loss_fn_config.clip_high_threshold=1.3"
     )
     advantage: str = chz.field(
-        default="mean", doc=f"advantage estimator: one of {', '.join(ADVANTAGES)}"
+        default="mean",
+        doc=f"advantage estimator: one of {', '.join(ADVANTAGES)}",
+        metadata=one_of(ADVANTAGES),
     )
     remove_constant_reward_groups: bool = chz.field(
         default=False,
@@ -69,6 +95,7 @@ class LossOptions:
         default=None,
         doc="discount of later turns' rewards: each turn is trained on its discounted rewards to "
         "go, 1 = their sum; none = every turn on the reward of the whole episode",
+        metadata=rule(lambda value: 0 < value <= 1, "a number above 0 and at most 1, or None"),
     )
     truncated: Truncated = chz.field(
         default="keep",
@@ -79,23 +106,31 @@ class LossOptions:
         default=None,
         doc="truncated=penalise: number of tokens before max_tokens in which the penalty grows "
         "from 0 to its maximum; none = a fifth of max_tokens",
+        metadata=at_least(1),
     )
-    overlong_coef: float = chz.field(default=1.0, doc="truncated=penalise: the maximum penalty")
+    overlong_coef: float = chz.field(
+        default=1.0, doc="truncated=penalise: the maximum penalty", metadata=POSITIVE
+    )
     max_refills: int = chz.field(
         default=0,
         doc="dynamic sampling: maximum number of further batches that a step rolls out while too "
         "few of its groups have advantages; 0 = none",
+        metadata=zero_for("none"),
     )
     min_mixed_groups: int | None = chz.field(
         default=None,
         doc="max_refills: number of groups with advantages that are enough; none = as many as the "
         "step's batch has groups",
+        metadata=at_least(1),
     )
-    num_substeps: int = chz.field(default=1, doc="optimizer steps per batch")
-    kl_penalty_coef: float = chz.field(default=0.0, doc="coefficient of the KL penalty; 0 = none")
+    num_substeps: int = chz.field(default=1, doc="optimizer steps per batch", metadata=at_least(1))
+    kl_penalty_coef: float = chz.field(
+        default=0.0, doc="coefficient of the KL penalty; 0 = none", metadata=NOT_NEGATIVE
+    )
     kl_discount_factor: float = chz.field(
         default=0.0,
         doc="discount of the later tokens' KL terms; 0 = each token gets only its own term",
+        metadata=rule(lambda value: 0 <= value <= 1, "a number from 0 to 1"),
     )
     compute_post_kl: bool = chz.field(
         default=False, doc="log the KL between the policies before and after each step"
@@ -106,21 +141,27 @@ class LossOptions:
 class RolloutOptions:
     """How environments are rolled out, and which rollouts are written to files."""
 
-    max_tokens: int = chz.field(doc="maximum number of tokens in an answer")
+    max_tokens: int = chz.field(doc="maximum number of tokens in an answer", metadata=at_least(1))
     rollout_processes: int = chz.field(
-        default=0, doc="number of processes that run environments; 0 = only this process"
+        default=0,
+        doc="number of processes that run environments; 0 = only this process",
+        metadata=zero_for("this process"),
     )
     eval_temperature: float | None = chz.field(
-        default=None, doc="sampling temperature in evaluations; 0 = greedy, none = temperature"
+        default=None,
+        doc="sampling temperature in evaluations; 0 = greedy, none = temperature",
+        metadata=NOT_NEGATIVE,
     )
     eval_samples: int = chz.field(
         default=1,
         doc="answers per test problem in evaluations; more than 1 adds the metrics avg@n and pass@k",
+        metadata=at_least(1),
     )
     num_groups_to_log: int = chz.field(
         default=4,
         doc="number of groups per step whose environment logs are written; a page of rollouts "
         "shows at least this many groups, or none if it is 0",
+        metadata=zero_for("none"),
     )
     rollout_layout: Literal["flat", "folders"] = chz.field(
         default="flat", doc="flat = all files in one directory, folders = one directory per step"
@@ -204,63 +245,25 @@ def check_all_but_reference(config: Config) -> None:
     Runs with another advantage shaping, such as distillation, use this check.
     """
     check_run(config)
-    require_at_least(config, max_tokens=1, num_substeps=1, eval_samples=1)
+    for ahead in (config.async_config, config.stream_minibatch_config):
+        if ahead is not None:
+            check_fields(ahead)
     require(
         config,
-        temperature=(
-            0 < config.temperature < math.inf,
-            "a number above 0: greedy answers of a group are all the same",
-        ),
-        eval_temperature=(
-            config.eval_temperature is None or 0 <= config.eval_temperature < math.inf,
-            "0 or more, or None",
-        ),
         eval_samples=(
             config.eval_samples == 1 or config.eval_temperature != 0,
             "1, or an eval_temperature above 0: greedy answers to a problem are all the same",
         ),
-        advantage=(config.advantage in ADVANTAGES, f"one of {', '.join(ADVANTAGES)}"),
-        max_refills=(config.max_refills >= 0, "a whole number, 0 for none"),
-        min_mixed_groups=(
-            config.min_mixed_groups is None or config.min_mixed_groups >= 1,
-            "a whole number of at least 1, or None",
-        ),
-        turn_discount=(
-            config.turn_discount is None or 0 < config.turn_discount <= 1,
-            "a number above 0 and at most 1, or None",
-        ),
-        truncated=(config.truncated in TRUNCATED, f"one of {', '.join(TRUNCATED)}"),
         overlong_buffer=(
-            config.overlong_buffer is None or 1 <= config.overlong_buffer <= config.max_tokens,
+            config.overlong_buffer is None or config.overlong_buffer <= config.max_tokens,
             f"a whole number from 1 to max_tokens={config.max_tokens}",
         ),
-        overlong_coef=(0 < config.overlong_coef < math.inf, "a number above 0"),
-        loss_fn=(config.loss_fn in RL_LOSSES, f"one of {', '.join(RL_LOSSES)}"),
-        rollout_layout=(config.rollout_layout in ("flat", "folders"), "flat or folders"),
-        num_groups_to_log=(config.num_groups_to_log >= 0, "0 or more"),
-        rollout_processes=(
-            config.rollout_processes >= 0,
-            "a whole number, 0 for this process",
-        ),
-        kl_discount_factor=(0 <= config.kl_discount_factor <= 1, "a number from 0 to 1"),
-        kl_penalty_coef=(0 <= config.kl_penalty_coef < math.inf, "0 or more"),
-        groups_per_batch=(
-            config.groups_per_batch is None or config.groups_per_batch >= 1,
-            "at least 1",
-        ),
     )
-    if config.lag < 0:
-        raise UserError(
-            f"max_steps_off_policy={config.lag}: give a whole number, 0 for synchronous"
-        )
     if complete_config(config.loss_fn, config.loss_fn_config)["skip_unweighted"]:
         raise UserError(
             "loss_fn_config['skip_unweighted']=1: leave it out, because the run compares the "
             "logprobs of all sampled tokens with the sampler's"
         )
-    streaming = config.stream_minibatch_config
-    if streaming is not None:
-        require_at_least(streaming, num_minibatches=1)
     strategy_from(config.rollout_error_tolerance)
     _check_group_size(config)
     _check_refills(config)

@@ -6,7 +6,6 @@ programs (`Config(save_every=10)`) and on the command line (`save_every=10`). He
 last base class first.
 """
 
-import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
@@ -18,6 +17,16 @@ from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
 from planish.runlog.metrics_log import require_loggers
 from planish.runlog.retention import Retention
+from planish.training.option_rules import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    at_least,
+    check_fields,
+    one_of,
+    require,
+    rule,
+    zero_for,
+)
 from planish.training.schedules import SCHEDULES
 from planish.types import TTL_REMEDY, is_ttl
 
@@ -53,7 +62,7 @@ class LoraOptions:
     whatever the checkpoint has.
     """
 
-    lora_rank: int = chz.field(default=32, doc="rank of the LoRA matrices")
+    lora_rank: int = chz.field(default=32, doc="rank of the LoRA matrices", metadata=at_least(1))
     train_mlp: bool | None = chz.field(
         default=None, doc="adapt the MLPs; none = as in the loaded checkpoint, else yes"
     )
@@ -90,18 +99,27 @@ class StartOptions(LoraOptions, ModelOptions):
 class ScheduleOptions:
     """How long a run is, and how large its updates are."""
 
+    learning_rate: float = chz.field(doc="learning rate before the schedule", metadata=POSITIVE)
     lr_schedule: str = chz.field(
-        default="linear", doc=f"learning rate schedule: one of {', '.join(SCHEDULES)}"
+        default="linear",
+        doc=f"learning rate schedule: one of {', '.join(SCHEDULES)}",
+        metadata=one_of(SCHEDULES),
     )
     warmup_steps: int = chz.field(
-        default=0, doc="number of steps in which the learning rate rises to learning_rate"
+        default=0,
+        doc="number of steps in which the learning rate rises to learning_rate",
+        metadata=NOT_NEGATIVE,
     )
     grad_clip_norm: float = chz.field(
-        default=0.0, doc="maximum norm of the gradient; 0 = no clipping"
+        default=0.0, doc="maximum norm of the gradient; 0 = no clipping", metadata=NOT_NEGATIVE
     )
-    num_epochs: int = chz.field(default=1, doc="number of passes through the data")
+    num_epochs: int = chz.field(
+        default=1, doc="number of passes through the data", metadata=at_least(1)
+    )
     max_steps: int | None = chz.field(
-        default=None, doc="maximum number of steps; none = num_epochs passes"
+        default=None,
+        doc="maximum number of steps; none = num_epochs passes",
+        metadata=at_least(1),
     )
 
 
@@ -109,9 +127,15 @@ class ScheduleOptions:
 class CheckpointOptions:
     """What a run saves."""
 
-    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only a last one")
+    save_every: int = chz.field(
+        default=20,
+        doc="steps between checkpoints; 0 = only a last one",
+        metadata=zero_for("only the last"),
+    )
     ttl_seconds: int | None = chz.field(
-        default=604800, doc="seconds until a checkpoint expires, except the last; none = never"
+        default=604800,
+        doc="seconds until a checkpoint expires, except the last; none = never",
+        metadata=rule(is_ttl, TTL_REMEDY),
     )
 
 
@@ -120,11 +144,14 @@ class RetainedCheckpointOptions(CheckpointOptions):
     """What a run saves and keeps."""
 
     keep_last: int | None = chz.field(
-        default=None, doc="number of most recent checkpoints that are kept; none = all"
+        default=None,
+        doc="number of most recent checkpoints that are kept; none = all",
+        metadata=at_least(1),
     )
     keep_best: int = chz.field(
         default=0,
         doc="number of checkpoints with the best best_metric that are kept besides keep_last",
+        metadata=zero_for("none"),
     )
     best_metric: str | None = chz.field(
         default=None, doc="metric of evaluations for keep_best, such as test/env/all/correct"
@@ -149,6 +176,7 @@ class RollingCheckpointOptions(RetainedCheckpointOptions):
     rolling_save_every: int = chz.field(
         default=0,
         doc="steps between rolling checkpoints, each of which replaces the one before; 0 = none",
+        metadata=zero_for("none"),
     )
 
 
@@ -156,7 +184,9 @@ class RollingCheckpointOptions(RetainedCheckpointOptions):
 class EvaluationOptions:
     """When a run is evaluated. The final weights are always evaluated, unless eval_every is 0."""
 
-    eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")
+    eval_every: int = chz.field(
+        default=20, doc="steps between evaluations; 0 = never", metadata=zero_for("never")
+    )
     eval_on_start: bool = chz.field(
         default=True, doc="evaluate the initial weights too, before the first step"
     )
@@ -181,25 +211,25 @@ class LogOptions:
 
 
 @chz.chz
-class RunOptions(
-    LogOptions, EvaluationOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions
-):
-    """The options that every training run has."""
-
-    learning_rate: float
-    recipe_name: str | None = chz.field(default=None, doc="name that the checkpoints record")
-    rolling_ttl_seconds: int = chz.field(
-        default=7200, doc="seconds until a rolling checkpoint expires"
-    )
-
-
-@chz.chz
 class RecipeOptions(
     LogOptions, EvaluationOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions
 ):
     """The options of all recipes with checkpoints, evaluations, a schedule and logs."""
 
     model_name: str = DEFAULT_MODEL
+
+
+@chz.chz
+class RunOptions(RecipeOptions):
+    """The options that every training run has: those of recipes, and those that a recipe sets."""
+
+    model_name: str = chz.field(doc="base model: a name or a local directory")
+    recipe_name: str | None = chz.field(default=None, doc="name that the checkpoints record")
+    rolling_ttl_seconds: int = chz.field(
+        default=7200,
+        doc="seconds until a rolling checkpoint expires",
+        metadata=rule(is_ttl, TTL_REMEDY),
+    )
 
 
 RESUMABLE_CHECKPOINT_OPTIONS = (
@@ -238,19 +268,7 @@ def resumable_options(options: RunOptions, *other_options: str) -> tuple[str, ..
 
 def check_run(options: RunOptions) -> None:
     """Raise UserError for an invalid value of an option that all runs have."""
-    require(
-        options,
-        learning_rate=(0 < options.learning_rate < math.inf, "a number above 0"),
-        lr_schedule=(options.lr_schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
-        warmup_steps=(options.warmup_steps >= 0, "0 or more"),
-        grad_clip_norm=(0 <= options.grad_clip_norm < math.inf, "0 or more"),
-        eval_every=(options.eval_every >= 0, "a whole number, 0 for never"),
-        save_every=(options.save_every >= 0, "a whole number, 0 for only the last"),
-        rolling_save_every=(options.rolling_save_every >= 0, "a whole number, 0 for none"),
-        ttl_seconds=(is_ttl(options.ttl_seconds), TTL_REMEDY),
-        rolling_ttl_seconds=(is_ttl(options.rolling_ttl_seconds), TTL_REMEDY),
-    )
-    require_at_least(options, lora_rank=1, num_epochs=1, max_steps=1)
+    check_fields(options)
     check_kept_checkpoints(options)
     require_loggers(options.loggers)
 
@@ -259,12 +277,6 @@ def check_kept_checkpoints(options: Any) -> None:
     """Raise UserError unless the options of `RetainedCheckpointOptions` and `EvaluationOptions` fit
     together.
     """
-    require_at_least(options, keep_last=1)
-    require(
-        options,
-        keep_best=(options.keep_best >= 0, "a whole number, 0 for none"),
-        best_metric_mode=(options.best_metric_mode in ("max", "min"), "max or min"),
-    )
     if options.keep_best == 0:
         require(
             options, best_metric=(options.best_metric is None, "keep_best too, or leave it out")
@@ -283,20 +295,3 @@ def check_kept_checkpoints(options: Any) -> None:
             "a multiple of eval_every: keep_best compares checkpoints by their evaluations",
         ),
     )
-
-
-def require(options: Any, **rules: tuple[bool, str]) -> None:
-    """Raise UserError for the first invalid option. `rules` are given as `name=(is_valid, valid
-    values in words)`.
-    """
-    for name, (is_valid, remedy) in rules.items():
-        if not is_valid:
-            raise UserError(f"{name}={getattr(options, name)}: give {remedy}")
-
-
-def require_at_least(options: Any, **minimums: int) -> None:
-    """Raise UserError for the first option that is below its minimum. None is accepted."""
-    for name, minimum in minimums.items():
-        value = getattr(options, name)
-        if value is not None and value < minimum:
-            raise UserError(f"{name}={value}: give a whole number of at least {minimum}")

@@ -10,7 +10,7 @@ from planish.distillation.prompts import PromptOnlyDatasetBuilder
 from planish.errors import UserError
 from planish.files import lock_directory, read_rows
 from planish.recipes import off_policy_distillation, on_policy_distillation, prompt_distillation
-from planish.recipes.sum_prompts import generated_sum_prompts
+from planish.recipes.sum_tasks import generated_sum_prompts
 from planish.recipes.sums import held_out_sums
 from planish.recipes.training_run import read_options
 from planish.renderers import Renderer

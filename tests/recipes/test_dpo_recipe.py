@@ -8,7 +8,8 @@ import pytest
 from planish.errors import UserError
 from planish.files import read_rows
 from planish.recipes import dpo
-from planish.recipes.preference_pairs import KINDS, generated_pairs
+from planish.recipes.dpo import KINDS
+from planish.recipes.sum_comparisons import SumComparisons
 
 
 def options_of(small_model, tmp_path, **changes):
@@ -45,6 +46,10 @@ def test_pairs_of_a_file(small_model, tmp_path, engine):
         options_of(small_model, tmp_path, dataset=str(path), max_steps=None, largest=None), engine
     )
     assert [row.get("num_pairs") for row in read_rows(run / "metrics.jsonl")] == [4, 4, None]
+
+
+def generated_pairs(largest, test_size, seed, kind="style"):
+    return SumComparisons(kind=kind, largest=largest, test_size=test_size, seed=seed)()
 
 
 @pytest.mark.parametrize("kind", KINDS)

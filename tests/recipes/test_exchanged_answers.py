@@ -11,14 +11,14 @@ from planish.errors import UserError
 from planish.preference.splits import prompt_of
 from planish.recipes.exchanged_answers import (
     ExchangedSolutionsBuilder,
-    ExchangedSumsBuilder,
     QuestionWithAnswer,
     make_exchanges,
 )
+from planish.recipes.sum_comparisons import SumComparisons
 
 
 def test_the_preferred_sum_is_right_and_the_other_one_wrong():
-    train, test = ExchangedSumsBuilder(largest=20, test_size=40, seed=0)()
+    train, test = SumComparisons(kind="sums", largest=20, test_size=40, seed=0)()
     assert len(test) == 40
     assert len(train) > 350
     for pair, (chosen, rejected) in zip([*train, *test], answers_of([*train, *test]), strict=True):
@@ -28,14 +28,14 @@ def test_the_preferred_sum_is_right_and_the_other_one_wrong():
         assert chosen == f"The answer is {a + b}."
         assert rejected != chosen
     assert not {prompt_of(pair) for pair in train} & {prompt_of(pair) for pair in test}
-    assert ExchangedSumsBuilder(largest=20, test_size=40, seed=0)() == (train, test)
-    assert ExchangedSumsBuilder(largest=20, test_size=40, seed=1)() != (train, test)
+    assert SumComparisons(kind="sums", largest=20, test_size=40, seed=0)() == (train, test)
+    assert SumComparisons(kind="sums", largest=20, test_size=40, seed=1)() != (train, test)
 
 
 @pytest.mark.parametrize("side", ["train", "test"])
 def test_answer_and_length_alone_do_not_reveal_the_preference(side, sums_dataset):
     builders = (
-        ExchangedSumsBuilder(largest=20, test_size=40, seed=0),
+        SumComparisons(kind="sums", largest=20, test_size=40, seed=0),
         ExchangedSolutionsBuilder(questions=str(sums_dataset), test_size=4, seed=0),
     )
     for builder in builders:
@@ -74,4 +74,4 @@ def test_solutions_of_a_test_split_are_the_tests(sums_dataset):
 
 def test_more_tests_than_there_are_pairs_is_an_error():
     with pytest.raises(UserError, match="test_size=1000"):
-        ExchangedSumsBuilder(largest=5, test_size=1000, seed=0)()
+        SumComparisons(kind="sums", largest=5, test_size=1000, seed=0)()

@@ -19,7 +19,7 @@ from planish.recipes.math_rl import (
     with_env_defaults,
 )
 from planish.recipes.reasoning_problems import TaskDatasetBuilder
-from planish.recipes.sums import SumDatasetBuilder
+from planish.recipes.sum_tasks import SumDatasetBuilder
 from planish.recipes.training_run import read_options
 from planish.rl.environments.boxed_problems import BoxedProblemDatasetBuilder
 from planish.testing import tiny_model

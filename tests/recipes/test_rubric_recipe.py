@@ -15,7 +15,7 @@ from planish import ServiceClient
 from planish.datasets.layouts import conversation_of
 from planish.errors import UserError
 from planish.files import read_rows
-from planish.recipes import rubric, rubric_judge, rubric_sums
+from planish.recipes import rubric, rubric_judge, sum_tasks
 from planish.recipes.training_run import read_options
 from planish.rubric.rubrics import read_rubric_row
 from planish.testing import tiny_model
@@ -235,7 +235,7 @@ def test_an_invalid_option_is_rejected(options, tmp_path, arguments, message):
 
 
 def test_generated_rubrics_hold_out_their_sums_in_either_order():
-    rows = rubric_sums.generated_rubrics(5, 6, seed=0)
+    rows = sum_tasks.generated_rubrics(5, 6, seed=0)
     assert (len(rows.train), len(rows.test)) == (
         36 - 6 - sum(len(set(sum_of(row))) > 1 for row in rows.test),
         6,
@@ -244,8 +244,8 @@ def test_generated_rubrics_hold_out_their_sums_in_either_order():
     assert held_out.isdisjoint(frozenset(sum_of(row)) for row in rows.train)
     assert (
         rows
-        == rubric_sums.generated_rubrics(5, 6, seed=0)
-        != rubric_sums.generated_rubrics(5, 6, seed=1)
+        == sum_tasks.generated_rubrics(5, 6, seed=0)
+        != sum_tasks.generated_rubrics(5, 6, seed=1)
     )
     for row in rows.train:
         left, right = sum_of(row)
@@ -266,7 +266,7 @@ def sum_of(row):
 
 
 def test_a_judge_is_shown_as_many_verdicts_as_are_asked_for():
-    [row, *_] = rubric_sums.generated_rubrics(5, 6, seed=0, shown_verdicts=3).train
+    [row, *_] = sum_tasks.generated_rubrics(5, 6, seed=0, shown_verdicts=3).train
     [criterion] = row.criteria
     assert len(criterion.examples) == 3
     assert {criterion.read_score(example.reply) for example in criterion.examples} == {0.0, 1.0}

@@ -1,6 +1,7 @@
 """Sums as environments: the reward of an answer, and test sums that are never trained on."""
 
 import asyncio
+import hashlib
 import pickle
 import random
 from typing import Any
@@ -8,7 +9,15 @@ from typing import Any
 import pytest
 
 from planish.errors import UserError
-from planish.recipes.sums import EXAMPLE_SUMS, Sum, SumDatasetBuilder, SumEnv, held_out_sums
+from planish.recipes.sum_comparisons import SumComparisons
+from planish.recipes.sum_tasks import (
+    SumDatasetBuilder,
+    SumEnv,
+    generated_rubrics,
+    generated_sum_prompts,
+)
+from planish.recipes.sums import EXAMPLE_SUMS, Sum, held_out_sums
+from planish.recipes.wordy_sums import WordySumComparisons, WordySums
 from planish.renderers import get_renderer
 from planish.testing import EOS_TOKEN_ID
 
@@ -102,3 +111,34 @@ def test_groups_pickle(built):
 def test_more_tests_than_half_of_the_sums_are_rejected():
     with pytest.raises(UserError, match="eval_problems=34.*66 sums.*at most 33"):
         held_out_sums(10, 34)
+
+
+@pytest.mark.parametrize(
+    ("kind", "digest"),
+    [
+        ("style", "7256eb109dbafb98"),
+        ("result", "065aafe5ad2320fa"),
+        ("courtesy", "86be908d83d7ef9e"),
+        ("sums", "1be4dfab67201081"),
+        ("rubrics", "550713b473287be0"),
+        ("prompts", "c5347492699f6c7a"),
+        ("wordy", "495343ee81f850dd"),
+    ],
+)
+def test_a_seed_always_makes_the_same_rows(kind, digest):
+    """Recorded runs can be repeated only if their data stay as they are."""
+    rows: Any
+    match kind:
+        case "rubrics":
+            made = generated_rubrics(12, 6, seed=1)
+            rows = [*made.train, *made.test]
+        case "prompts":
+            rows = generated_sum_prompts(50, 12, seed=1, shows_examples=True)
+        case "wordy":
+            train, test = WordySumComparisons(sums=WordySums(largest=12, test_size=7, seed=1))()
+            rows = train + test
+        case _:
+            train, test = SumComparisons(kind=kind, largest=12, test_size=6, seed=1)()
+            rows = train + test
+    text = "\n".join(map(repr, rows))
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest

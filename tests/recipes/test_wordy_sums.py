@@ -14,7 +14,6 @@ from planish.recipes.wordy_sums import (
     WordySumPrompts,
     WordySums,
     quality,
-    question_of,
     random_answer,
     random_comparison,
     rule_preference,
@@ -22,7 +21,7 @@ from planish.recipes.wordy_sums import (
 from planish.supervised.datasets import RowDataset
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 
-PROMPT = question_of(Sum(3, 4))
+PROMPT = [Sum(3, 4).prompt]
 
 
 def preference(a, b):

@@ -6,18 +6,18 @@ import pytest
 from pair_texts import answers_of, question_of
 
 from planish.errors import UserError
-from planish.recipes.courteous_answers import (
+from planish.recipes.sum_comparisons import (
     COURTEOUS,
     RUDE,
     TEST_COURTEOUS,
     TEST_RUDE,
-    CourteousAnswersBuilder,
+    SumComparisons,
 )
 
 
 @pytest.fixture(scope="module")
 def splits():
-    return CourteousAnswersBuilder(largest=12, test_size=40, seed=0)()
+    return SumComparisons(kind="courtesy", largest=12, test_size=40, seed=0)()
 
 
 def test_both_answers_are_right_and_differ_in_their_words(splits):
@@ -46,10 +46,10 @@ def test_neither_questions_nor_words_of_tests_are_in_training(splits):
     train, test = splits
     assert len({question_of(pair) for pair in [*train, *test]}) == 169
     assert not {*COURTEOUS, *RUDE} & {*TEST_COURTEOUS, *TEST_RUDE}
-    assert CourteousAnswersBuilder(largest=12, test_size=40, seed=0)() == splits
-    assert CourteousAnswersBuilder(largest=12, test_size=40, seed=1)() != splits
+    assert SumComparisons(kind="courtesy", largest=12, test_size=40, seed=0)() == splits
+    assert SumComparisons(kind="courtesy", largest=12, test_size=40, seed=1)() != splits
 
 
 def test_more_tests_than_there_are_questions_is_an_error():
     with pytest.raises(UserError, match="test_size=36"):
-        CourteousAnswersBuilder(largest=5, test_size=36, seed=0)()
+        SumComparisons(kind="courtesy", largest=5, test_size=36, seed=0)()
