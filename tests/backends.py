@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import torch
 
-from planish.model.config import ModelConfig, RopeConfig
+from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
+from planish.model.hf_config.rope_config import RopeConfig
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend, fastest_backend, reference_backend
 from planish.model.kernels.row_tiling import RowTiling

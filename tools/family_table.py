@@ -49,7 +49,8 @@ class Row:
 def measure(model_type: str, architecture: str) -> Row:
     """Return the row of a model_type, from a tiny random model."""
     from planish.errors import UserError
-    from planish.model.config import MULTIMODAL_ARCHITECTURES, ModelConfig
+    from planish.model.config import ModelConfig
+    from planish.model.hf_config.families import MULTIMODAL_ARCHITECTURES
     from planish.testing import tiny_transformers_model
 
     if model_type in {outer for outer, _ in MULTIMODAL_ARCHITECTURES.values()}:

@@ -27,7 +27,8 @@ from planish.export.adapter_config import AdapterConfig
 from planish.export.adapter_layouts import LoraMatrices
 from planish.export.lora_update import PEFT_PREFIX, StoredTensor, read_adapter
 from planish.export.writing import MARKER_FILE
-from planish.model.config import ModelConfig, read_json
+from planish.model.config import ModelConfig
+from planish.model.hf_config.json_fields import read_json
 from planish.model.linears import head_name, is_mlp, num_experts_of, trainable_linears
 from planish.model.lora import LoraLayout
 from planish.model.quantization import check_quantizable

@@ -32,7 +32,9 @@ from planish.export.trained_weights import (
     read_trained_weights,
 )
 from planish.files import set_default_mode
-from planish.model.config import ModelConfig, read_json, text_fields
+from planish.model.config import ModelConfig
+from planish.model.hf_config.families import text_fields
+from planish.model.hf_config.json_fields import read_json
 from planish.model.quantization import Fp8Weight, Mxfp4Weight
 from planish.model.weights import INDEX_FILE, SINGLE_FILE, load_weights, scale_name
 

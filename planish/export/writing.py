@@ -22,7 +22,9 @@ from planish.export.merging import (
 )
 from planish.export.model_card import README, ExportBase, Format, model_card
 from planish.export.origin import Origin
-from planish.model.config import ModelConfig, is_multimodal, read_json
+from planish.model.config import ModelConfig
+from planish.model.hf_config.families import is_multimodal
+from planish.model.hf_config.json_fields import read_json
 from planish.model.listing import list_models
 from planish.model.sources import HUB_FILES, TOKENIZER_FILES, resolve_model
 from planish.model.weights import text_model_name, weights_fingerprint

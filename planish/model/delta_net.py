@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from planish.model.config import DeltaNetConfig, ModelConfig
+from planish.model.config import ModelConfig
+from planish.model.hf_config.decoder_fields import DeltaNetConfig
 from planish.model.kernels.linear import PackedLinear
 from planish.model.positions import STATE_CHUNK
 

@@ -31,9 +31,10 @@ from gguf import dequantize
 
 from planish.errors import StorageError, UnsupportedError
 from planish.files import set_default_mode, sync
-from planish.model.config import FAMILIES, MODEL_TYPES, ModelConfig
+from planish.model.config import ModelConfig
 from planish.model.gguf_file import GGUFFile, read_gguf
 from planish.model.gguf_tokenizer import build_tokenizer, tokenizer_settings
+from planish.model.hf_config.families import FAMILIES, MODEL_TYPES
 from planish.model.weights import SINGLE_FILE, load_weights
 from planish.tokenizer import save_tokenizer
 

@@ -23,8 +23,8 @@ itself. The code of a weight is the index of one of 16 fixed values, and each bl
 an output channel has a power of 2 as its scale. bf16 represents the dequantized weights exactly.
 
 fp8 (`Fp8Weight`): some checkpoints store their linears in 8-bit floats, float8_e4m3fn, with one
-scale for each weight, output channel or block (model/fp8_config.py). planish quantizes no weights
-with fp8 itself.
+scale for each weight, output channel or block (model/hf_config/fp8_config.py). planish quantizes no
+weights with fp8 itself.
 
 Shapes: out, in: outputs and inputs of a linear.
 """

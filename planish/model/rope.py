@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planish.model.rope_config import (
+from planish.model.hf_config.rope_config import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,

@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
-from planish.model.config import DeltaNetConfig, ModelConfig, read_json
-from planish.model.fp8_config import SCALE_NAMES, UNUSED_SCALES
+from planish.model.config import ModelConfig
+from planish.model.hf_config.decoder_fields import DeltaNetConfig
+from planish.model.hf_config.fp8_config import SCALE_NAMES, UNUSED_SCALES
+from planish.model.hf_config.json_fields import read_json
 from planish.model.linears import fused_modules, linear_shape, num_experts_of
 
 if TYPE_CHECKING:  # importing torch takes seconds, and commands that list models do not need it

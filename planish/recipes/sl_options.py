@@ -51,7 +51,7 @@ class SLOptions(SplitNames, RecipeOptions):
     reduction: Literal["mean", "none"] = chz.field(
         default="mean", doc="weights in the loss: mean = 1 per example, none = 1 per token"
     )
-    learning_rate: float | None = chz.field(
+    learning_rate: float | None = chz.field(  # pyright: ignore[reportIncompatibleVariableOverride]
         default=None, doc="learning rate before the schedule; none = get_lr(model_name)"
     )
     weight_decay: float = chz.field(default=0.0, doc="weight decay of AdamW", metadata=NOT_NEGATIVE)

@@ -11,6 +11,7 @@ The last number of a message is its answer.
 import random
 import re
 from functools import partial
+from typing import Any
 
 import chz
 
@@ -26,7 +27,7 @@ from planish.recipes.sums import (
     worked_example,
     worked_examples,
 )
-from planish.renderers import Message, Renderer
+from planish.renderers import Renderer
 from planish.rl.environments.datasets import ENDLESS_NUM_BATCHES, ProblemDataset
 from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.environments.problem_env import ProblemEnv, ProblemGroupBuilder
@@ -97,7 +98,7 @@ class SumDatasetBuilder(ProblemDatasetBuilder):
 
 def generated_sum_prompts(
     count: int, max_operand: int, seed: int, *, shows_examples: bool
-) -> list[list[Message]]:
+) -> list[list[dict[str, Any]]]:
     """Return `count` random questions. With `shows_examples`, worked examples come before each. No
     prompt asks for a sum of `sum_test`.
     """
@@ -105,7 +106,7 @@ def generated_sum_prompts(
     rng = random.Random(f"prompts:{seed}")
     prefix = worked_examples() if shows_examples else []
     problems = (random_sum(rng, max_operand, held_out) for _ in range(count))
-    return [[*prefix, problem.prompt] for problem in problems]
+    return [[dict(message) for message in (*prefix, problem.prompt)] for problem in problems]
 
 
 def sum_test(

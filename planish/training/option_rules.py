@@ -55,7 +55,8 @@ def between(lowest: int, highest: int) -> Metadata:
 
 def one_of(names: Collection[str]) -> Metadata:
     """Return the rule for a choice of names."""
-    return rule(lambda value: value in names, f"one of {', '.join(names)}")
+    words = " or ".join(names) if len(names) == 2 else f"one of {', '.join(names)}"
+    return rule(lambda value: value in names, words)
 
 
 POSITIVE = rule(lambda value: 0 < value < math.inf, "a number above 0")
@@ -79,8 +80,8 @@ def rule_of(config_type: type, name: str) -> Rule | None:
     """Return the rule of a field: its own, or that of the field that it overrides."""
     for base in config_type.__mro__:
         if chz.is_chz(base) and (field := chz.chz_fields(base).get(name)) is not None:
-            if _RULE in (field.metadata or {}):
-                return field.metadata[_RULE]
+            if _RULE in (metadata := field.metadata or {}):
+                return metadata[_RULE]
             if choices := _literals(field.final_type):
                 return one_of(choices)[_RULE]
     return None

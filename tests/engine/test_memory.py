@@ -20,7 +20,7 @@ from planish.engine.training.trainer import TrainerSettings
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
-from planish.model.fp8_config import Fp8Config
+from planish.model.hf_config.fp8_config import Fp8Config
 from planish.model.kernels.choose import choose_backend, reference_backend
 from planish.model.kv_cache import max_pool_bytes
 from planish.model.quantization import DEQUANTIZATION_BYTES

@@ -4,7 +4,8 @@ import gguf
 import numpy as np
 from safetensors.torch import load_file
 
-from planish.model.config import ModelConfig, read_json
+from planish.model.config import ModelConfig
+from planish.model.hf_config.json_fields import read_json
 from planish.testing import (
     CHAT_TEMPLATE,
     SPECIAL_TOKENS,

@@ -14,7 +14,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 from variants import slow_after
 
 from planish.errors import UnsupportedError
-from planish.model.config import DeltaNetConfig, ModelConfig
+from planish.model.config import ModelConfig
 from planish.model.delta_net import (
     DeltaNetInputs,
     DeltaNetWeights,
@@ -22,6 +22,7 @@ from planish.model.delta_net import (
     StateSegment,
     state_bytes,
 )
+from planish.model.hf_config.decoder_fields import DeltaNetConfig
 from planish.model.kernels.cpp.delta_net import (
     CppSequenceRecurrence,
     CppTreeRecurrence,

@@ -10,14 +10,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
 from planish.model.config import ModelConfig
-from planish.model.rope import inverse_frequencies
-from planish.model.rope_config import (
+from planish.model.hf_config.rope_config import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
     RopeConfig,
     YarnRopeScaling,
 )
+from planish.model.rope import inverse_frequencies
 from planish.testing import EOS_TOKEN_ID, tiny_model
 
 LLAMA3_SCALING = {

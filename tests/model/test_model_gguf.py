@@ -23,7 +23,7 @@ from planish.model.config import ModelConfig
 from planish.model.gguf import convert_gguf
 from planish.model.gguf_file import read_gguf
 from planish.model.gguf_tokenizer import _pre_tokenizer, build_tokenizer
-from planish.model.rope_config import LinearRopeScaling
+from planish.model.hf_config.rope_config import LinearRopeScaling
 from planish.model.sources import conversion_directory
 from planish.testing import EOS_TOKEN_ID, SPECIAL_TOKENS, WORD_TOKENS, save_weights, tiny_model
 from planish.tokenizer import load_tokenizer

@@ -9,7 +9,7 @@ from planish.errors import UserError
 from planish.files import read_rows
 from planish.recipes import dpo
 from planish.recipes.dpo import KINDS
-from planish.recipes.sum_comparisons import SumComparisons
+from planish.recipes.sum_comparisons import SumComparisons, SumPairs
 
 
 def options_of(small_model, tmp_path, **changes):
@@ -48,7 +48,7 @@ def test_pairs_of_a_file(small_model, tmp_path, engine):
     assert [row.get("num_pairs") for row in read_rows(run / "metrics.jsonl")] == [4, 4, None]
 
 
-def generated_pairs(largest, test_size, seed, kind="style"):
+def generated_pairs(largest, test_size, seed, kind: SumPairs = "style"):
     return SumComparisons(kind=kind, largest=largest, test_size=test_size, seed=seed)()
 
 

@@ -30,6 +30,7 @@ class Sizes:
     digits: int = chz.field(default=2, metadata=between(2, 12))
     max_steps: int | None = chz.field(default=None, metadata=at_least(1))
     schedule: str = chz.field(default="linear", metadata=one_of(("linear", "constant")))
+    loss: str = chz.field(default="ppo", metadata=one_of(("ppo", "gspo", "dro")))
     mode: Literal["max", "min"] = "max"
     layout: Literal["flat", "folders"] | None = None
     free: int = -1
@@ -57,9 +58,10 @@ def test_the_defaults_are_valid():
         ("every", -1, "a whole number, 0 for never"),
         ("digits", 13, "a whole number from 2 to 12"),
         ("max_steps", 0, "a whole number of at least 1"),
-        ("schedule", "steps", "one of linear, constant"),
-        ("mode", "best", "one of max, min"),
-        ("layout", "tree", "one of flat, folders"),
+        ("loss", "dpo", "one of ppo, gspo, dro"),
+        ("schedule", "steps", "linear or constant"),
+        ("mode", "best", "max or min"),
+        ("layout", "tree", "flat or folders"),
     ],
 )
 def test_a_value_that_breaks_the_rule_is_named_with_the_remedy(name, value, remedy):

@@ -16,7 +16,9 @@ from dataclasses import replace
 import torch
 
 from planish.engine.kernel_check.check import ModelCheck, Sizes
-from planish.model.config import DeltaNetConfig, ModelConfig
+from planish.model.config import ModelConfig
+from planish.model.hf_config.decoder_fields import DeltaNetConfig
+from planish.model.hf_config.rope_config import RopeConfig
 from planish.model.kernels.choose import cpp_backend
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.matmul import supports_bf16_matmul
@@ -26,7 +28,6 @@ from planish.model.kernels.self_test_process import (
     check_families,
     end_with_parent,
 )
-from planish.model.rope_config import RopeConfig
 
 _SIZES = Sizes(
     segment_lengths=(24, 10, 8),

@@ -8,7 +8,8 @@ import torch
 
 from planish.engine.training.adapters import Adapter
 from planish.errors import CheckpointError, NonFiniteError
-from planish.model.config import ModelConfig, RopeConfig
+from planish.model.config import ModelConfig
+from planish.model.hf_config.rope_config import RopeConfig
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.cpp.matmul import CppPackedAdapter, supports_bf16_matmul

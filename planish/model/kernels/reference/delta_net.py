@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.model.config import DeltaNetConfig
 from planish.model.delta_net import (
     BLOCK,
     MAX_BLOCK_ELEMENTS,
@@ -33,6 +32,7 @@ from planish.model.delta_net import (
     Recurrence,
     StateSegment,
 )
+from planish.model.hf_config.decoder_fields import DeltaNetConfig
 from planish.model.prefix_tree import MicroBatch
 
 _EPS = 1e-6

@@ -13,7 +13,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 from variants import slow_after
 
-from planish.model.config import ModelConfig, RopeConfig
+from planish.model.config import ModelConfig
+from planish.model.hf_config.rope_config import RopeConfig
 from planish.model.kernels.choose import reference_backend
 from planish.model.kernels.triton.adapters import AdapterTables
 from planish.model.linears import FUSED_MODULES, linear_shape

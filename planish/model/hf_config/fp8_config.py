@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planish.errors import UnsupportedError
-from planish.model.json_fields import optional_object
+from planish.model.hf_config.json_fields import optional_object
 
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 """The last part of the names of a weight's scales."""

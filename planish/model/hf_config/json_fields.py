@@ -1,8 +1,16 @@
-"""Checked access to the fields of a config.json. A wrong or missing field raises TypeError."""
+"""JSON files of settings, and checked access to their fields. A wrong or missing field raises
+TypeError.
+"""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from planish.errors import DamagedFileError
+
+MAX_CONFIG_BYTES = 16 << 20
+"""The maximum size of a JSON file of settings."""
 _INT_LIMIT = 2**31
 _FLOAT_LIMIT = 1e30
 
@@ -45,3 +53,27 @@ def optional_object(fields: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def raise_missing(key: str) -> Any:
     """Raise the TypeError of a missing field."""
     raise TypeError(f"{key} is missing")
+
+
+def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises DamagedFileError if the file contains anything else, is nested too deeply, or has more
+    than `max_bytes`.
+    """
+    with open(path, "rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise DamagedFileError(
+            f"{path} has more than {max_bytes:,} bytes, the maximum for such a file; copy it from "
+            "the model again"
+        )
+    try:
+        content = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(
+            f"{path} is not JSON ({error}); copy it from the model again"
+        ) from error
+    if not isinstance(content, dict):
+        raise DamagedFileError(f"{path} contains no JSON object; copy it from the model again")
+    return content

@@ -18,7 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from planish.errors import UnsupportedError
-from planish.model.json_fields import optional_object, positive_float, positive_int, raise_missing
+from planish.model.hf_config.json_fields import (
+    optional_object,
+    positive_float,
+    positive_int,
+    raise_missing,
+)
 
 _ORIGINAL_CONTEXT_KEY = "original_max_position_embeddings"
 

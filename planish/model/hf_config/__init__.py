@@ -1,0 +1,1 @@
+"""Reading of a Hugging Face config.json: families, and the fields of each part of a model."""
