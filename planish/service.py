@@ -116,8 +116,8 @@ class ForwardBackward(Operation[ForwardBackwardOutput]):
 
     @cached_property
     def num_tokens(self) -> int:
-        """The number of input tokens of all datums."""
-        return sum(datum.model_input.length for datum in self.data)
+        """The number of input tokens of all datums (see `ModelInput.max_length`)."""
+        return sum(datum.model_input.max_length for datum in self.data)
 
 
 @dataclass(frozen=True)

@@ -134,14 +134,22 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def save_byte_tokenizer(directory: str | Path) -> Path:
-    """Write the byte tokenizer with its ChatML template into `directory`, for
+def save_byte_tokenizer(
+    directory: str | Path, more_tokens: Sequence[str] = (), chat_template: str = CHAT_TEMPLATE
+) -> Path:
+    """Write the byte tokenizer with a chat template into `directory`, for
     `transformers.AutoTokenizer`.
+
+    `more_tokens`: control tokens with the next ids.
     """
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in more_tokens]
+    )
     save_tokenizer(
         directory,
-        byte_tokenizer(),
-        chat_template=CHAT_TEMPLATE,
+        tokenizer,
+        chat_template=chat_template,
         max_length=2048,
         special_tokens={"eos_token": END_OF_TURN, "pad_token": "<|endoftext|>"},
     )
@@ -339,7 +347,7 @@ def tiny_transformers_model(
 def tiny_transformers_config(model_type: str, **options: Any) -> Any:
     """Return the config of `tiny_transformers_model`."""
     defaults = AutoConfig.for_model(model_type)
-    sizes = {key: value for key, value in TINY_SIZES.items() if _has_field(defaults, key)}
+    sizes = {key: value for key, value in TINY_SIZES.items() if has_field(defaults, key)}
     if "qk_rope_head_dim" in sizes:
         sizes["head_dim"] = sizes["qk_rope_head_dim"]  # the size of the rotated part
     sizes |= TINY_OPTIONS.get(model_type, {}) | options
@@ -348,7 +356,8 @@ def tiny_transformers_config(model_type: str, **options: Any) -> Any:
     )
 
 
-def _has_field(config: Any, name: str) -> bool:
+def has_field(config: Any, name: str) -> bool:
+    """Return whether a config of transformers has a field."""
     try:
         return hasattr(config, name)
     except Exception:  # Fields that differ between layers raise an error of their own.

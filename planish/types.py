@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from planish.errors import UserError
+from planish.images import MAX_IMAGE_TOKENS, MAX_IMAGES, ImageChunk
 from planish.tensors import ArrayEquality, TensorData, as_tensor_data
 
 if TYPE_CHECKING:
@@ -84,21 +85,29 @@ class EncodedTextChunk:
         return len(self.tokens)
 
 
+ModelInputChunk = EncodedTextChunk | ImageChunk
+
+
 @dataclass(frozen=True)
 class ModelInput:
-    """A token sequence, given as a list of chunks."""
+    """A token sequence, given as a list of chunks of text and images."""
 
-    chunks: list[EncodedTextChunk] = field(default_factory=list)
+    chunks: list[ModelInputChunk] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         chunks = list(self.chunks)
         for chunk in chunks:
-            if not isinstance(chunk, EncodedTextChunk):
+            if not isinstance(chunk, ModelInputChunk):
                 raise UserError(
                     f"ModelInput.chunks contains a {type(chunk).__name__}; planish supports text "
-                    "only: give EncodedTextChunk(tokens=[...])"
+                    "and images: give EncodedTextChunk(tokens=[...]) or ImageChunk(data=..., "
+                    "format='png')"
                 )
         object.__setattr__(self, "chunks", chunks)
+        if len(self.images) > MAX_IMAGES:
+            raise UserError(
+                f"ModelInput.chunks contains {len(self.images)} images; give at most {MAX_IMAGES}"
+            )
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int] | np.ndarray | torch.Tensor) -> ModelInput:
@@ -112,16 +121,36 @@ class ModelInput:
         """Return a ModelInput without tokens."""
         return cls(chunks=[])
 
+    @property
+    def images(self) -> list[ImageChunk]:
+        """The images, in order."""
+        return [chunk for chunk in self.chunks if isinstance(chunk, ImageChunk)]
+
     def to_ints(self) -> list[int]:
-        """Return all token ids as one list."""
-        return [token for chunk in self.chunks for token in chunk.tokens]
+        """Return all token ids as one list. Raise UserError if the input contains an image."""
+        if self.images:
+            raise UserError(
+                "this ModelInput contains an image, which is no list of token ids; use its chunks"
+            )
+        text = (chunk for chunk in self.chunks if isinstance(chunk, EncodedTextChunk))
+        return [token for chunk in text for token in chunk.tokens]
 
     @property
     def length(self) -> int:
-        """Number of tokens."""
+        """Number of tokens. Raise UserError if an image has no `expected_tokens`."""
         return sum(chunk.length for chunk in self.chunks)
 
-    def append(self, chunk: EncodedTextChunk) -> ModelInput:
+    @property
+    def max_length(self) -> int:
+        """Number of tokens, in which an image without `expected_tokens` counts MAX_IMAGE_TOKENS."""
+        return sum(
+            MAX_IMAGE_TOKENS
+            if isinstance(chunk, ImageChunk) and chunk.expected_tokens is None
+            else chunk.length
+            for chunk in self.chunks
+        )
+
+    def append(self, chunk: ModelInputChunk) -> ModelInput:
         """Return a copy with `chunk` at the end."""
         return ModelInput(chunks=[*self.chunks, chunk])
 
@@ -207,14 +236,11 @@ class Datum:
         targets = converted.get("target_tokens")
         shape = None if targets is None else targets.shape
         num_targets = shape[0] if shape is not None and len(shape) == 1 else None
-        lengths = {
-            "model_input_spans": (model_input_spans, model_input.length),
-            "loss_fn_input_spans": (loss_fn_input_spans, num_targets),
-        }
-        for name, (spans, length) in lengths.items():
-            if spans is not None:
-                _check_spans(name, spans, length)
-            object.__setattr__(self, name, spans)
+        if model_input_spans is not None:
+            _check_spans("model_input_spans", model_input_spans, model_input.length)
+            _check_spans("loss_fn_input_spans", loss_fn_input_spans, num_targets)
+        object.__setattr__(self, "model_input_spans", model_input_spans)
+        object.__setattr__(self, "loss_fn_input_spans", loss_fn_input_spans)
 
     def with_provenance(
         self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans

@@ -19,6 +19,7 @@ PACKAGE = Path(planish.__file__).parent
 LAYERS = (
     (
         "errors",
+        "images",
         "tensors",
         "types",
         "service",
@@ -26,6 +27,7 @@ LAYERS = (
         "tokenizer",
         "detokenizer",
         "testing",
+        "testing_vision",
     ),
     ("processes", "logtree", "sandbox"),
     ("datasets",),

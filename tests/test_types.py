@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planish.errors import UserError
+from planish.images import MAX_IMAGE_BYTES, MAX_IMAGES, ImageChunk
 from planish.service import Sample
 from planish.types import (
     MAX_CONSTRAINT_BYTES,
@@ -88,9 +89,40 @@ def test_invalid_token_lists_are_rejected_with_their_type(tokens):
         ModelInput.from_ints({"input_ids": [1]})  # type: ignore[arg-type]
 
 
-def test_chunks_other_than_text_are_rejected():
-    with pytest.raises(ValueError, match="text only"):
+def test_chunks_other_than_text_and_images_are_rejected():
+    with pytest.raises(UserError, match="supports text and images"):
         ModelInput(chunks=[tinker.types.ImageChunk(data=b"", format="png")])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"data": "text"}, "data is a str"),
+        ({"data": b""}, "data has 0 bytes"),
+        ({"data": bytes(MAX_IMAGE_BYTES + 1)}, "16,777,217 bytes"),
+        ({"format": "gif"}, "format='gif'"),
+        ({"expected_tokens": 0}, "expected_tokens=0"),
+        ({"expected_tokens": True}, "expected_tokens=True"),
+    ],
+)
+def test_images_are_checked(options, problem):
+    with pytest.raises(UserError, match=problem):
+        ImageChunk(**{"data": b"png", "format": "png", **options})
+    ImageChunk(bytes(MAX_IMAGE_BYTES), "png", 1)
+
+
+def test_an_input_with_images_has_a_length_and_no_token_ids():
+    chunks = [EncodedTextChunk([1, 2]), ImageChunk(b"png", "png", 5), EncodedTextChunk([3])]
+    model_input = ModelInput(chunks)
+    assert model_input.length == 8
+    with pytest.raises(UserError, match="contains an image"):
+        model_input.to_ints()
+    unknown = model_input.append(ImageChunk(b"png", "png"))
+    with pytest.raises(UserError, match="give expected_tokens"):
+        _ = unknown.length
+    with pytest.raises(UserError, match=f"at most {MAX_IMAGES}"):
+        ModelInput([ImageChunk(b"png", "png")] * (MAX_IMAGES + 1))
+    assert len(ModelInput([ImageChunk(b"png", "png")] * MAX_IMAGES).images) == MAX_IMAGES
 
 
 @pytest.mark.parametrize(

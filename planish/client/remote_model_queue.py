@@ -221,4 +221,4 @@ def _request_id(accepted: Response) -> str:
 
 def _num_tokens(operation: Operation[Any]) -> int:
     is_data = isinstance(operation, ForwardBackward)
-    return sum(datum.model_input.length for datum in operation.data) if is_data else 0
+    return sum(datum.model_input.max_length for datum in operation.data) if is_data else 0

@@ -34,6 +34,7 @@ from planish.model.kernels.device import Device
 from planish.model.kv_cache import max_pool_bytes, max_reservable_bytes
 from planish.model.lora import LoraLayout
 from planish.model.quantization import DEQUANTIZATION_BYTES
+from planish.model.vision.tower import workspace_bytes
 from planish.model.weight_sizes import (
     code_bytes,
     fused_quantized_shapes,
@@ -260,6 +261,8 @@ class _ModelNeeds:
     """Size of all copies of the weights. Quantized weights have a single copy."""
     adapter_bytes: int
     """Memory reserved for adapters."""
+    vision_bytes: int
+    """Memory of a vision tower beside its weights. 0 without images, and in main memory."""
 
     @classmethod
     def from_directory(
@@ -296,12 +299,21 @@ class _ModelNeeds:
                 # A matmul of many rows first dequantizes all linears that it computes.
                 largest = max(sum(map(prod, fused)) for fused in fused_quantized_shapes(config))
                 all_copies_bytes += largest * dtype.itemsize + DEQUANTIZATION_BYTES
-        return cls(backend, settings, one_copy_bytes, all_copies_bytes, reserved_adapter_bytes)
+        vision = None if config.hf is None or backend.uses_main_memory else config.hf.vision
+        vision_bytes = 0 if vision is None else workspace_bytes(vision, dtype.itemsize)
+        return cls(
+            backend,
+            settings,
+            one_copy_bytes,
+            all_copies_bytes,
+            reserved_adapter_bytes,
+            vision_bytes,
+        )
 
     @property
     def fixed_bytes(self) -> int:
-        """The memory of the weights and adapters, in bytes."""
-        return self.all_copies_bytes + self.adapter_bytes
+        """The memory of the weights, the adapters and the vision tower, in bytes."""
+        return self.all_copies_bytes + self.adapter_bytes + self.vision_bytes
 
     @property
     def minimum_bytes(self) -> int:

@@ -16,6 +16,7 @@ from planish.model.kernels.backend import Backend
 from planish.model.kernels.interface import AdapterBatch, Attend, ForwardPass
 from planish.model.kernels.linear import PackedLinear
 from planish.model.lora import LoraWeights
+from planish.model.vision.image_tokens import ImageRegistry
 
 
 class BaseDecoder(Protocol):
@@ -25,6 +26,8 @@ class BaseDecoder(Protocol):
     backend: Backend
     head: PackedLinear
     """The output head, [V, D]."""
+    images: ImageRegistry | None
+    """The images of inputs; None if the model reads only text."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -49,7 +52,9 @@ class BaseDecoder(Protocol):
         """Return the last hidden states, from which the head computes logits: [T, D] in the model's
         dtype.
 
-        `tokens`, `positions`: int64 [T]. `attend`: the attention, from the backend. `adapters`: one
+        `tokens`, `positions`: int64 [T]. With images, `tokens` contains their ids
+        (vision/image_tokens.py), and `positions` are their RoPE positions [3, T]. `attend`: the
+        attention, from the backend. `adapters`: one
         adapter (or None) for all rows, with gradients, or a batch of several adapters, without
         gradients. `recompute`: use activation checkpointing, which stores only each layer's input
         for the backward pass. `recurrence`: required for models with gated delta-net layers.

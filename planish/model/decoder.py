@@ -47,6 +47,7 @@ from planish.model.operations import (
 )
 from planish.model.quantization import Fp8Weight, Mxfp4Weight, check_quantizable, quantize
 from planish.model.rope import RotaryEmbedding, Rotation, half_pairing_order, query_scales
+from planish.model.vision.image_tokens import ImageRegistry
 from planish.model.weights import load_weights, scale_name
 
 _log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Decoder:
         `quantize`: the scheme of the layers' linears (model/quantization.py), or None.
         """
         self.config, self.backend = backend.config, backend
+        self.images: ImageRegistry | None = None
         config, loader = backend.config, _WeightLoader(weights, backend, quantize)
         self.embedding = loader.weight("model.embed_tokens.weight")
         """[V, D] in the model's dtype."""

@@ -79,8 +79,10 @@ def pack(sequences: Sequence[np.ndarray], budget: int) -> list[MicroBatch]:
     if any(len(sequence) == 0 for sequence in sequences):
         raise ValueError("an empty sequence cannot be packed")
     arrays = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
-    # Bytes in big-endian order compare like the token lists, at the speed of memcmp.
-    keys = [array.astype(">u4").tobytes() for array in arrays]
+    # Bytes in big-endian order compare like the token lists, at the speed of memcmp. The token ids
+    # of images need 8 bytes.
+    is_wide = any(int(array.max()) >> 32 for array in arrays)
+    keys = [array.astype(">u8" if is_wide else ">u4").tobytes() for array in arrays]
     order = sorted(range(len(arrays)), key=keys.__getitem__)
     shared_lengths = [0] * len(order)
     for i in range(1, len(order)):

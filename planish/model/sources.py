@@ -53,6 +53,8 @@ HUB_FILES = (
     "model*.safetensors",
     "model.safetensors.index.json",
     *TOKENIZER_FILES,
+    "preprocessor_config.json",
+    "processor_config.json",
     "README.md",
 )
 HUB_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*/[A-Za-z0-9_-][A-Za-z0-9_.-]*")

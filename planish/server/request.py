@@ -119,7 +119,7 @@ def input_token_count(operation: Operation[Any]) -> int:
         case ForwardBackward():
             return operation.num_tokens
         case Sample():
-            return operation.prompt.length
+            return operation.prompt.max_length
     return 0
 
 

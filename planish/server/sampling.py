@@ -85,7 +85,8 @@ class Sampling:
         )
         # The check compiles a constraint, which may take some tenths of a second.
         is_long = (
-            operation.prompt.length > _MAX_INLINE_TOKENS
+            bool(operation.prompt.images)
+            or operation.prompt.max_length > _MAX_INLINE_TOKENS
             or operation.sampling_params.constraint is not None
         )
         if has_stop_strings or is_long or base_model not in self._checked_models:
@@ -195,7 +196,7 @@ class Sampling:
     async def _sample_in_turn(
         self, tenant: str, sampler: Sampler, operation: Sample, key: str
     ) -> SampleResponse:
-        num_slots, num_tokens = max(1, operation.num_samples), operation.prompt.length
+        num_slots, num_tokens = max(1, operation.num_samples), operation.prompt.max_length
         pinned = self._pinned_after_slots(sampler)
         async with self._turns.turn(key, tenant, num_slots, num_tokens, pinned):
             return await self._sample(tenant, operation)
@@ -255,7 +256,7 @@ class Sampling:
             self._turns.charge(tenant, num_sampled)
             self._limits.use_tokens(tenant, num_sampled)
             counters.sampled_tokens[tenant] += num_sampled
-        counters.prompt_tokens[tenant] += operation.prompt.length
+        counters.prompt_tokens[tenant] += operation.prompt.max_length
         counters.cached_prompt_tokens[tenant] += response.prompt_cache_hit_tokens
         return response
 

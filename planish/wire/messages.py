@@ -53,7 +53,9 @@ _MESSAGES = {
     "Chunk": "EncodedTextChunk|chunk encoded_text = 1; ImageChunk|chunk image = 2; DmelChunk|chunk "
     "dmel = 3",
     "EncodedTextChunk": "bytes tokens = 1",
-    "ImageChunk": "bytes data = 1; string format = 2; int32? expected_tokens = 3",
+    "ImageChunk": "bytes data = 1; string format = 2; int32? expected_tokens = 3; ImageDimensions? "
+    "override_dimensions = 4",
+    "ImageDimensions": "uint32 width = 1; uint32 height = 2",
     "DmelChunk": "bytes dmel = 1",
 }
 _ENUMS = {

@@ -4,7 +4,7 @@ in JSON.
 A CSR tensor stays sparse here; the code that uses it converts it to dense form. A small body can
 have a CSR tensor with a huge shape. So the reader adds up the sizes that all CSR tensors of a body
 have in dense form, and rejects a sum above `MAX_DENSE_ELEMENTS`. The number of datums, chunks and
-tensors is limited too. planish reads only chunks of text tokens.
+tensors is limited too.
 """
 
 from __future__ import annotations
@@ -15,10 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from planish.errors import UnsupportedError, UserError
+from planish.errors import UserError
+from planish.images import MAX_IMAGES, ImageChunk
 from planish.tensors import TensorData, TensorDtype
-from planish.types import EncodedTextChunk, ModelInput
+from planish.types import EncodedTextChunk, ModelInput, ModelInputChunk
 from planish.wire.fields import MAX_VALUES, Fields, check_count, shown
+from planish.wire.images import (
+    image_from_json,
+    image_from_message,
+    image_to_json,
+    unsupported_chunk,
+    write_image,
+)
 from planish.wire.messages import BFLOAT16, FLOAT32, INT32, INT64, TensorMessage
 from planish.wire.pacing import pause_if_due
 
@@ -45,7 +53,6 @@ _WIRE_DTYPES: dict[int, tuple[np.dtype[Any], TensorDtype]] = {
     INT32: (np.dtype("<i4"), "int64"),
     BFLOAT16: (np.dtype("<u2"), "float32"),
 }
-_UNSUPPORTED_CHUNKS = {"image": "images", "image_asset_pointer": "images", "dmel": "audio"}
 
 
 def array_from_bytes(data: bytes, dtype: np.dtype[Any] | str, path: str) -> np.ndarray:
@@ -146,21 +153,30 @@ def tensor_to_json(tensor: TensorData) -> dict[str, Any]:
 def model_input_from_messages(chunks: Sequence[Any], path: str) -> ModelInput:
     """Read a model input from protobuf chunks."""
     check_data_items(path, len(chunks))
-    text_chunks, num_tokens = [], 0
+    parts: list[ModelInputChunk] = []
+    num_tokens = num_images = 0
     for index, chunk in enumerate(chunks):
         chunk_type = chunk.WhichOneof("chunk")
+        if chunk_type == "image":
+            num_images += 1
+            check_count(path, num_images, MAX_IMAGES, "images")
+            parts.append(image_from_message(chunk.image, f"{path}[{index}].image"))
+            continue
         if chunk_type != "encoded_text":
-            raise _unsupported_chunk(f"{path}[{index}]", chunk_type)
+            raise unsupported_chunk(f"{path}[{index}]", chunk_type)
         tokens = array_from_bytes(chunk.encoded_text.tokens, "<i4", f"{path}[{index}].tokens")
         num_tokens += tokens.size
         check_count(path, num_tokens, MAX_TOKENS, "token ids")
-        text_chunks.append(EncodedTextChunk(tokens.tolist()))
-    return ModelInput(text_chunks)
+        parts.append(EncodedTextChunk(tokens.tolist()))
+    return ModelInput(parts)
 
 
 def write_chunks(model_input: ModelInput, chunks: Any) -> None:
     """Add the chunks of `model_input` to a repeated field of chunk messages."""
     for chunk in model_input.chunks:
+        if isinstance(chunk, ImageChunk):
+            write_image(chunk, chunks.add().image)
+            continue
         try:
             chunks.add().encoded_text.tokens = np.asarray(chunk.tokens, dtype="<i4").tobytes()
         except OverflowError:
@@ -171,26 +187,37 @@ def write_chunks(model_input: ModelInput, chunks: Any) -> None:
 
 def model_input_from_json(fields: Fields) -> ModelInput:
     """Read a model input from JSON."""
-    text_chunks, num_tokens = [], 0
+    parts: list[ModelInputChunk] = []
+    num_tokens = num_images = 0
     with fields:
         check_data_items(fields.path("chunks"), len(fields.array("chunks", MAX_VALUES)))
         for chunk in fields.objects("chunks", MAX_DATA_ITEMS):
             with chunk:
                 chunk_type = chunk.optional(chunk.text, "type", "encoded_text")
+                if chunk_type == "image":
+                    num_images += 1
+                    check_count(fields.path("chunks"), num_images, MAX_IMAGES, "images")
+                    parts.append(image_from_json(chunk))
+                    continue
                 if chunk_type != "encoded_text":
-                    raise _unsupported_chunk(chunk.path("type"), chunk_type)
+                    raise unsupported_chunk(chunk.path("type"), chunk_type)
                 tokens = chunk.array("tokens", MAX_VALUES)
                 num_tokens += len(tokens)
                 check_count(fields.path("chunks"), num_tokens, MAX_TOKENS, "token ids")
                 _check_integers(tokens, chunk.path("tokens"))
-                text_chunks.append(EncodedTextChunk(tokens))
-    return ModelInput(text_chunks)
+                parts.append(EncodedTextChunk(tokens))
+    return ModelInput(parts)
 
 
 def model_input_to_json(model_input: ModelInput) -> dict[str, Any]:
     """Write a model input as JSON."""
     return {
-        "chunks": [{"type": "encoded_text", "tokens": chunk.tokens} for chunk in model_input.chunks]
+        "chunks": [
+            image_to_json(chunk)
+            if isinstance(chunk, ImageChunk)
+            else {"type": "encoded_text", "tokens": chunk.tokens}
+            for chunk in model_input.chunks
+        ]
     }
 
 
@@ -294,12 +321,3 @@ def _array_from_piece(values: list[Any], dtype: TensorDtype, path: str) -> np.nd
         if not (math.isfinite(value) and value == math.trunc(value) and -(2**63) <= value < 2**63):
             raise UserError(f"{path} holds {value!r}, which is not an int64; give whole numbers")
     return np.asarray([int(value) for value in values], np.int64)
-
-
-def _unsupported_chunk(path: str, kind: str | None) -> UserError:
-    if kind in _UNSUPPORTED_CHUNKS:
-        return UnsupportedError(
-            f"{path} is {_UNSUPPORTED_CHUNKS[kind]}: the models of this server read text; send "
-            "encoded_text chunks"
-        )
-    return UserError(f"{path} is not a chunk of tokens; send encoded_text chunks")

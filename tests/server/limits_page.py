@@ -14,6 +14,7 @@ from request_limits import BODIES, JSON_LIMITS, PROTOBUF_LIMITS, Limit
 
 from planish.engine.constraints import cache, refusals
 from planish.engine.constraints.worker import ProcessLimits
+from planish.images import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, MAX_IMAGE_SIDE, MAX_IMAGES
 from planish.server import uploads
 from planish.server.http import routes_uploads
 from planish.server.messages import requests as messages_requests
@@ -105,6 +106,10 @@ def page() -> str:
         "large bodies.\n",
         "These limits apply to all tenants together:\n",
         _table(("what", "setting", "default", "beyond it"), _settings(_SHARED)),
+        "",
+        "## Images\n",
+        _IMAGES,
+        _table(("what", "limit", "beyond it"), _image_rows()),
         "",
         "## Constraints\n",
         "Each constraint of a tenant is compiled in a process of its own, which also computes its "
@@ -247,6 +252,25 @@ def _stream_rows() -> list[tuple[str, str]]:
             "tokens that wait to be sent, in all streams of a tenant",
             f"{streaming.MAX_TENANT_UNSENT_BYTES >> 20} MiB; then the streams with the most end",
         ),
+    ]
+
+
+_IMAGES = """\
+An image is one chunk of a prompt or of a training sequence. The server decodes at most two images
+at a time, and checks the size in the file's header before it decodes pixels. The largest image
+takes 64 MiB. A request that exceeds a limit is rejected before anything is computed.
+"""
+
+
+def _image_rows() -> list[tuple[str, str, str]]:
+    return [
+        ("images of a prompt or training sequence", f"{MAX_IMAGES}", "400"),
+        ("size of an image's file", f"{MAX_IMAGE_BYTES >> 20} MiB", "400"),
+        ("pixels of an image", f"{MAX_IMAGE_PIXELS:,}", "400"),
+        ("width and height of an image, in pixels", f"{MAX_IMAGE_SIDE:,}", "400"),
+        ("its longer side, divided by its shorter side", "200", "400"),
+        ("formats", "PNG without animation, JPEG; 8 bits per channel", "400"),
+        ("`expected_tokens`", "absent, or the number of the model's processor", "400"),
     ]
 
 

@@ -171,7 +171,9 @@ _SPEC = {"user_metadata": SESSION_SPEC, "display_name": text()}
 _CHUNKS = {
     "": OBJECT,
     ".chunks": _PARTS,
-    ".chunks[].type": one_of("encoded_text", answer="is not a chunk of tokens"),
+    ".chunks[].type": Limit(
+        "`encoded_text` or `image`", "is no known chunk", ["encoded_text"], ["other"]
+    ),
     ".chunks[].tokens": Limit(f"{MAX_TOKENS:,} token ids in all chunks, and at most the context"),
     ".chunks[].tokens[]": Limit("the vocabulary"),
 }
@@ -454,7 +456,7 @@ PROTOBUF_LIMITS: Mapping[str, Limit] = {
     "data[].model_input[].encoded_text.tokens": Limit(
         f"{MAX_TOKENS:,} token ids in all chunks, and the context"
     ),
-    "data[].model_input[].image": Limit("absent", covers_all_within=True),
+    "data[].model_input[].image": Limit("see Images", covers_all_within=True),
     "data[].model_input[].dmel": Limit("absent", covers_all_within=True),
     "data[].loss_fn_inputs": Limit(f"{MAX_MAP_ENTRIES} tensors"),
     **_under("data[].loss_fn_inputs.*", _PROTO_TENSOR),

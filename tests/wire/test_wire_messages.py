@@ -5,18 +5,14 @@ from tinker.proto import tinker_public_pb2 as theirs
 
 from planish.wire import messages
 
-# Two messages of theirs have the same fields, and are one of ours; dimensions of images are not
-# read.
+# Two messages of theirs have the same fields, and are one of ours.
 RENAMED = {"TokenSpan": "SampledProvenanceSpan"}
 SAME = {"PromptProvenanceSpan": "TokenSpan", "SampledProvenanceSpan": "TokenSpan"}
-LEFT_OUT = {("ImageChunk", "override_dimensions")}
 
 
 def fields(descriptor, name):
     found = {}
     for field in descriptor.fields:
-        if (name, field.name) in LEFT_OUT:
-            continue
         kind = field.message_type or field.enum_type
         type_name = kind and SAME.get(kind.name, kind.name)
         group = field.containing_oneof and field.containing_oneof.name

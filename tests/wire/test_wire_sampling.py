@@ -11,7 +11,7 @@ from tinker import types as sdk
 from tinker.proto.response_conv import deserialize_sample_response
 from tinker.types._pydantic_types.tensor_data import TensorData as JsonTensor
 from tinker.types.sample_request import SampleRequest as SdkRequest
-from wire_values import MODEL_INPUTS, TOKENS, dense_tensors, plain, wrong_bodies
+from wire_values import MODEL_INPUTS, TOKENS, dense_tensors, plain, sdk_model_input, wrong_bodies
 
 from planish.errors import UnsupportedError, UserError
 from planish.service import Sample
@@ -84,7 +84,7 @@ def sdk_body(request: SampleRequest) -> bytes:
     stop = params.stop if params.stop is None or isinstance(params.stop, str) else list(params.stop)
     theirs = SdkRequest(
         num_samples=op.num_samples,
-        prompt=sdk.ModelInput.from_ints(op.prompt.to_ints()),
+        prompt=sdk_model_input(op.prompt),
         sampling_params=sdk.SamplingParams(
             max_tokens=params.max_tokens,
             seed=params.seed,
@@ -326,13 +326,12 @@ def test_a_number_of_samples_out_of_range_is_named(num_samples):
 @pytest.mark.parametrize(
     "chunk",
     [
-        {"type": "image", "data": "", "format": "png"},
-        {"type": "image_asset_pointer"},
+        {"type": "image_asset_pointer", "location": "x", "format": "png"},
         {"type": "dmel", "dmel": ""},
     ],
 )
-def test_chunks_other_than_text_are_rejected(chunk):
-    with pytest.raises(UnsupportedError, match=r"prompt.chunks\[0\].*encoded_text"):
+def test_chunks_other_than_text_and_images_are_rejected(chunk):
+    with pytest.raises(UnsupportedError, match=r"prompt.chunks\[0\].*(ImageChunk|image chunks)"):
         sample_request_from_json(Fields.of(orjson.dumps({**BODY, "prompt": {"chunks": [chunk]}})))
 
 

@@ -15,7 +15,14 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output
 from tinker.types._pydantic_types.forward_backward_input import ForwardBackwardInput as JsonInput
 from tinker.types.optim_step_request import OptimStepRequest
-from wire_values import dense_tensors, forward_backwards, plain, sparse_tensors, wrong_bodies
+from wire_values import (
+    dense_tensors,
+    forward_backwards,
+    plain,
+    sdk_model_input,
+    sparse_tensors,
+    wrong_bodies,
+)
 
 from planish.errors import UnsupportedError, UserError
 from planish.service import ForwardBackward, OptimStep
@@ -37,7 +44,7 @@ def sdk_tensor(tensor: TensorData) -> sdk.TensorData:
 def sdk_request(operation: ForwardBackward, seq_id: int) -> sdk.ForwardBackwardRequest:
     data = [
         sdk.Datum(
-            model_input=sdk.ModelInput.from_ints(datum.model_input.to_ints()),
+            model_input=sdk_model_input(datum.model_input),
             loss_fn_inputs={
                 name: sdk_tensor(tensor) for name, tensor in datum.loss_fn_inputs.items()
             },
@@ -320,13 +327,11 @@ def test_a_wrong_tensor_is_named(tensor, problem):
     assert problem in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["image", "dmel", None])
-def test_chunks_other_than_text_are_rejected(kind):
+@pytest.mark.parametrize("kind", ["dmel", None])
+def test_chunks_other_than_text_and_images_are_rejected(kind):
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1)
     chunk = message.data.add().model_input.add()
-    if kind == "image":
-        chunk.image.data = b"png"
-    elif kind == "dmel":
+    if kind == "dmel":
         chunk.dmel.dmel = b"sound"
     with pytest.raises(UserError, match=r"data\[0\]\.model_input\[0\].*encoded_text"):
         training.forward_backward_from_body(

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import tinker.types as sdk
 from hypothesis import strategies as st
 
+from planish.images import ImageChunk
 from planish.service import ForwardBackward
 from planish.tensors import TensorData
-from planish.types import Datum, ModelInput
+from planish.types import Datum, EncodedTextChunk, ModelInput
 
 TOKENS = st.integers(0, 2**31 - 1)
 FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -41,7 +43,18 @@ def sparse_tensors(draw: st.DrawFn) -> TensorData:
 
 
 TENSORS = st.one_of(dense_tensors(), sparse_tensors())
-MODEL_INPUTS = st.lists(TOKENS, max_size=6).map(ModelInput.from_ints)
+IMAGES = st.builds(
+    ImageChunk,
+    st.binary(min_size=1, max_size=8),
+    st.sampled_from(["png", "jpeg"]),
+    st.one_of(st.none(), st.integers(1, 2**31 - 1)),
+)
+MODEL_INPUTS = st.one_of(
+    st.lists(TOKENS, max_size=6).map(ModelInput.from_ints),
+    st.lists(
+        st.one_of(IMAGES, st.builds(EncodedTextChunk, st.lists(TOKENS, max_size=3))), max_size=4
+    ).map(ModelInput),
+)
 DATUMS = st.builds(Datum, MODEL_INPUTS, st.dictionaries(NAMES, TENSORS, max_size=3))
 CONFIGS = st.dictionaries(NAMES, st.floats(allow_nan=False, allow_infinity=False), max_size=3)
 
@@ -57,6 +70,20 @@ def forward_backwards(
         loss_fn=st.text(st.characters(codec="utf-8"), max_size=10),
         loss_fn_config=CONFIGS,
         forward_only=st.booleans(),
+    )
+
+
+def sdk_model_input(model_input: ModelInput) -> sdk.ModelInput:
+    """Return a model input of the SDK."""
+    return sdk.ModelInput(
+        chunks=[
+            sdk.ImageChunk(
+                data=chunk.data, format=chunk.format, expected_tokens=chunk.expected_tokens
+            )
+            if isinstance(chunk, ImageChunk)
+            else sdk.EncodedTextChunk(tokens=chunk.tokens)
+            for chunk in model_input.chunks
+        ]
     )
 
 

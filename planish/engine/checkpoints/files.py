@@ -210,7 +210,7 @@ def peft_config(layout: LoraLayout, base_model: str) -> dict[str, Any]:
     }
 
 
-def _peft_targets(layout: LoraLayout) -> dict[str, list[str]]:
+def _peft_targets(layout: LoraLayout) -> dict[str, Any]:
     """Return the fields of adapter_config.json that name the adapted linears.
 
     PEFT adapts the experts of a layer as 3-D parameters, listed in target_parameters. In a model
@@ -233,7 +233,7 @@ def _peft_targets(layout: LoraLayout) -> dict[str, list[str]]:
     }
 
 
-def _peft_targets_of_linears(model: ModelConfig, targets: set[str]) -> dict[str, list[str]]:
+def _peft_targets_of_linears(model: ModelConfig, targets: set[str]) -> dict[str, Any]:
     """Return the result of `_peft_targets` for a model of model/hf."""
     linears = trainable_linears(model)
     adapted = {linears[target] for target in targets if target in linears}
@@ -249,9 +249,13 @@ def _peft_targets_of_linears(model: ModelConfig, targets: set[str]) -> dict[str,
     modules |= targets - linears.keys()
     experts = {name for name in in_parameters if num_experts_of(model, (name,))}
     parameters = experts | {f"{name}.weight" for name in in_parameters - experts}
-    return {"target_modules": sorted(modules)} | (
-        {"target_parameters": sorted(parameters)} if parameters else {}
-    )
+    fields: dict[str, Any] = {"target_modules": sorted(modules)}
+    if parameters:
+        fields["target_parameters"] = sorted(parameters)
+    if model.hf is not None and model.hf.vision is not None:
+        # Linears of the vision tower may have the names of the text model's.
+        fields["exclude_modules"] = r".*\bvisual\..*"
+    return fields
 
 
 def _flat_master(tensors: Mapping[str, Tensor], layout: LoraLayout) -> Tensor:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -114,13 +115,18 @@ class CudaGraphRunner:
         buffers that the next step overwrites.
         """
         adapters = [adapter for adapter in plan.layout.adapters if adapter.weights is not None]
-        rows = on_device([plan.tokens, plan.positions], torch.int64, self._decoder.device)
+        positions = np.atleast_2d(plan.positions)
+        rows = on_device([plan.tokens, *positions.tolist()], torch.int64, self._decoder.device)
         if isinstance(plan.slots, SampleSlots):
             return self._decode(rows, plan.slots, adapters)
         self._prefill_adapters.fill(adapters)
         adapter_batch = self._prefill_adapters if adapters else self._no_adapters
         attention = GpuPrefill(plan.slots, self._pool_bases, self._decoder.config.num_heads)
-        return StepOutput(self._decoder.forward(rows[0], rows[1], attention, adapter_batch), None)
+        # Prompts with images have three positions for each row.
+        positions_on_device = rows[1:] if len(positions) > 1 else rows[1]
+        return StepOutput(
+            self._decoder.forward(rows[0], positions_on_device, attention, adapter_batch), None
+        )
 
     def _decode(
         self, rows: Tensor, slots: SampleSlots, adapters: Sequence[AdapterRange]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from planish.engine.constraints.grammar import GrammarState
@@ -78,7 +79,8 @@ class StepPlan:
     """
 
     tokens: list[int]
-    positions: list[int]
+    positions: list[int] | np.ndarray
+    """The positions of the rows. In a prefill with images, these are RoPE positions [3, T]."""
     layout: RowLayout
     """The rows of each sequence, grouped by adapter."""
     slots: Sequence[PrefillSpan] | SampleSlots

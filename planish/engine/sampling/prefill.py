@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -124,9 +125,10 @@ class Prefill:
             tokens[row : row + count] = prompt.tokens[start : start + count]
             positions[row : row + count] = range(start, start + count)
             spans.append(self._slots.prefill_span(prompt, row, count))
+        rope_positions = _with_images(positions, batch, layout)
         backend = self._decoder.backend
         recurrence = backend.sequence_recurrence(state_segments, layout.num_rows)
-        return StepPlan(tokens, positions, layout, spans, recurrence)
+        return StepPlan(tokens, rope_positions, layout, spans, recurrence)
 
     def _state_segments(self, prompt: Prompt, row: int, count: int) -> list[StateSegment]:
         """Split the next `count` positions of a prompt into segments for the recurrent layers.
@@ -214,3 +216,18 @@ class Prefill:
             # other requests continue.
             clear_frames(error)
             request.fail(error)
+
+
+def _with_images(
+    positions: list[int], batch: Sequence[tuple[Prompt, int]], layout: RowLayout
+) -> list[int] | np.ndarray:
+    """Return `positions`, or the RoPE positions [3, T] if a prompt has images."""
+    if not any(prompt.input.images for prompt, _ in batch):
+        return positions
+    rope_positions = np.tile(np.array(positions), (3, 1))
+    for (prompt, count), row in zip(batch, layout.first_rows, strict=True):
+        of_prompt = prompt.input.rope_positions
+        if of_prompt is not None:
+            start = prompt.num_computed_tokens
+            rope_positions[:, row : row + count] = of_prompt[:, start : start + count]
+    return rope_positions

@@ -16,6 +16,7 @@ import numpy as np
 from planish.engine.sampling.randomness import UniformStream
 from planish.engine.sampling.stopping import StopCondition, StopMatcher
 from planish.model.positions import SPAN, capacity_for
+from planish.model.vision.image_tokens import FIRST_IMAGE_TOKEN, InputTokens
 from planish.service import Sample
 from planish.types import SampledSequence, SampleResponse, StopReason
 
@@ -34,7 +35,7 @@ class Request:
 
     op: Sample
     number: int
-    tokens: list[int]
+    input: InputTokens
     max_tokens: int
     """The maximum tokens per sample. 0: the request samples nothing and scores its prompt only."""
     weights: LoraWeights | None
@@ -59,6 +60,11 @@ class Request:
     """The finished samples by their index."""
     is_answered: bool = False
     """Whether the request was answered, or its cancellation was noticed."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of the prompt, with the ids of images."""
+        return self.input.tokens
 
     @property
     def is_constrained(self) -> bool:
@@ -133,7 +139,7 @@ class PromptTensors:
 class Prompt:
     """An active prompt, whose keys and values are shared by all samples that continue it."""
 
-    tokens: list[int]
+    input: InputTokens
     cache_namespace: Hashable
     weights: LoraWeights | None
     scores_request: Request | None
@@ -159,6 +165,11 @@ class Prompt:
         return self.tensors.last_hidden
 
     @property
+    def tokens(self) -> list[int]:
+        """The tokens of the prompt, with the ids of images."""
+        return self.input.tokens
+
+    @property
     def length(self) -> int:
         """The number of tokens of the prompt."""
         return len(self.tokens)
@@ -170,8 +181,9 @@ class Prompt:
 
     @cached_property
     def distinct_tokens(self) -> np.ndarray:
-        """The distinct tokens of the prompt: int64, ascending."""
-        return np.unique(np.array(self.tokens, np.int64))
+        """The distinct tokens of the prompt's text: int64, ascending."""
+        tokens = np.unique(np.array(self.tokens, np.int64))
+        return tokens[tokens < FIRST_IMAGE_TOKEN]
 
     @property
     def num_alt_tokens(self) -> int:
@@ -263,8 +275,8 @@ class RunningSample:
 
     @property
     def position(self) -> int:
-        """The position of the last token within prompt and sample."""
-        return self.prompt.length + len(self.tokens) - 1
+        """The RoPE position of the last token."""
+        return self.prompt.length + len(self.tokens) - 1 + self.prompt.input.rope_offset
 
 
 def _bits(tokens: Iterable[int], vocab_size: int) -> np.ndarray:

@@ -53,6 +53,7 @@ from planish.model.base_decoder import BaseDecoder
 from planish.model.delta_net import state_bytes
 from planish.model.kv_cache import KVSpec
 from planish.model.lora import LoraWeights
+from planish.model.vision.image_tokens import read_input, with_image_token
 from planish.service import Sample
 from planish.types import SampleResponse
 
@@ -130,8 +131,10 @@ class Sampler:
 
         This method may be called from any thread.
         """
-        check_sample(op, self._decoder.config)
-        prompt_length, max_tokens = op.prompt.length, max_tokens_of(op, self._decoder.config)
+        config, model_input = self._decoder.config, read_input(op.prompt, self._decoder.images)
+        check_sample(op, model_input, config)
+        prompt_length = len(model_input.tokens)
+        max_tokens = max_tokens_of(op, prompt_length, config)
         constraint = op.sampling_params.constraint
         positions = self._scheduler.num_needed_positions(
             prompt_length, max_tokens, constraint is not None
@@ -161,8 +164,11 @@ class Sampler:
 
         `version` identifies the weights in the prefix cache. `weights` is None for the base model.
         """
-        tokens = op.prompt.to_ints()
-        params = op.sampling_params
+        images, params = self._decoder.images, op.sampling_params
+        model_input = read_input(op.prompt, images)
+        tokens = model_input.tokens
+        if images is not None:
+            tokens = with_image_token(tokens, images.image_token)
         make_grammar_state = None
         if params.constraint is not None and self._grammars is not None:
             make_grammar_state = partial(
@@ -172,9 +178,9 @@ class Sampler:
         request = Request(
             op=op,
             number=next(self._request_numbers),
-            tokens=tokens,
+            input=model_input,
             is_adjusted=is_adjusted(params),
-            max_tokens=max_tokens_of(op, self._decoder.config),
+            max_tokens=max_tokens_of(op, len(tokens), self._decoder.config),
             weights=weights,
             cache_namespace=(version, "" if self._shares_prefixes else op.cache_owner),
             stop_condition=StopCondition.from_params(

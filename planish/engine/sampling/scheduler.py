@@ -209,7 +209,7 @@ class Scheduler:
             if request.num_samples and len(self.running) >= self.max_batch:
                 return False
             prompt = Prompt(
-                request.tokens,
+                request.input,
                 request.cache_namespace,
                 request.weights,
                 request if request.prompt_scores else None,

@@ -9,6 +9,7 @@ from planish.engine.sampling.adjustments import is_adjusted
 from planish.engine.sampling.prompt_scores import wants_prompt_scores
 from planish.errors import ContextLengthError, UserError
 from planish.model.config import ModelConfig
+from planish.model.vision.image_tokens import InputTokens
 from planish.service import Sample
 from planish.types import MAX_SCORED_TOKENS
 
@@ -16,26 +17,31 @@ MAX_RESPONSE_BYTES = 512 << 20
 """The maximum size of one response in bytes, in memory and as a message to a client."""
 
 
-def max_tokens_of(op: Sample, config: ModelConfig) -> int:
+def max_tokens_of(op: Sample, prompt_length: int, config: ModelConfig) -> int:
     """Return the maximum number of tokens that each sample of the request may have.
 
-    The default is the remainder of the model's context. A prompt-only request has 0.
+    `prompt_length`: the number of tokens of the prompt. The default is the remainder of the model's context. A prompt-only request has 0.
     """
     if op.prompt_only:
         return 0
     requested = op.sampling_params.max_tokens
-    return config.max_context - op.prompt.length if requested is None else requested
+    return config.max_context - prompt_length if requested is None else requested
 
 
-def check_sample(op: Sample, config: ModelConfig) -> None:
-    """Raise UserError, which names the argument and the remedy, if the request is invalid."""
-    tokens = op.prompt.to_ints()
+def check_sample(op: Sample, model_input: InputTokens, config: ModelConfig) -> None:
+    """Raise UserError, which names the argument and the remedy, if the request is invalid.
+
+    `model_input`: the tokens and images of the prompt.
+    """
+    tokens = model_input.tokens
     if not tokens:
         raise UserError(
             "prompt is empty; give at least one token (the model's BOS token, for instance)"
         )
-    _check_vocabulary("prompt", tokens, config.vocab_size)
-    max_tokens, length = max_tokens_of(op, config), len(tokens)
+    if not model_input.images:
+        _check_vocabulary("prompt", tokens, config.vocab_size)
+    length = len(tokens)
+    max_tokens = max_tokens_of(op, length, config)
     limit = f"this model's maximum context length is {config.max_context} tokens"
     if length > config.max_context:
         raise ContextLengthError(f"{limit}, but the prompt has {length} tokens; shorten the prompt")

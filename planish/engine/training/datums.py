@@ -13,6 +13,7 @@ import numpy as np
 
 from planish.engine.training.losses import Loss
 from planish.errors import NonFiniteError, UnsupportedError, UserError
+from planish.model.vision.image_tokens import ImageRegistry, InputTokens, read_input
 from planish.types import Datum, TensorData
 
 # Inputs that clients of the public API send with every loss, even if the loss does not use them.
@@ -25,8 +26,10 @@ _PER_TOKEN_CLIPPING_INPUTS = ("clip_low_threshold", "clip_high_threshold")
 class Example:
     """One datum as arrays: N tokens, their targets, and the inputs of the loss."""
 
+    input: InputTokens
+    """The input tokens and images."""
     tokens: np.ndarray
-    """The input tokens, int64 [N]."""
+    """The token ids of `input`, int64 [N]."""
     targets: np.ndarray
     """The target tokens of each position, int64 [N] or [N, K]."""
     inputs: Mapping[str, np.ndarray]
@@ -40,17 +43,18 @@ def read_examples(
     vocab_size: int,
     max_context: int,
     max_trainable_tokens: int | None = None,
+    images: ImageRegistry | None = None,
 ) -> list[Example]:
     """Return the datums as arrays.
 
-    `max_trainable_tokens`: the longest sequence whose gradient fits into memory; None: no limit.
+    `images`: the model's images; None if it reads only text. `max_trainable_tokens`: the longest sequence whose gradient fits into memory; None: no limit.
     Raise UserError or NonFiniteError for the first invalid datum. The error names the datum, its
     input and the remedy.
     """
     if not data:
         raise UserError("data is empty; give at least one Datum")
     examples = [
-        _read_example(index, datum, loss, loss_name, vocab_size, max_context)
+        _read_example(index, datum, loss, loss_name, vocab_size, max_context, images)
         for index, datum in enumerate(data)
     ]
     for index, example in enumerate(examples):
@@ -64,10 +68,17 @@ def read_examples(
 
 
 def _read_example(
-    index: int, datum: Datum, loss: Loss, loss_name: str, vocab_size: int, max_context: int
+    index: int,
+    datum: Datum,
+    loss: Loss,
+    loss_name: str,
+    vocab_size: int,
+    max_context: int,
+    images: ImageRegistry | None,
 ) -> Example:
     datum_path = f"data[{index}]"
-    tokens = np.asarray(datum.model_input.to_ints(), dtype=np.int64)
+    model_input = read_input(datum.model_input, images, f"{datum_path}.model_input")
+    tokens = np.asarray(model_input.tokens, dtype=np.int64)
     if tokens.size == 0:
         raise UserError(f"{datum_path}.model_input is empty; give at least one token")
     if tokens.size > max_context:
@@ -75,7 +86,8 @@ def _read_example(
             f"{datum_path}.model_input has {tokens.size} tokens, and the model's context is "
             f"{max_context}; shorten the sequence"
         )
-    _check_tokens(f"{datum_path}.model_input", tokens, vocab_size)
+    if not model_input.images:
+        _check_tokens(f"{datum_path}.model_input", tokens, vocab_size)
     _check_names(datum_path, datum.loss_fn_inputs, loss, loss_name)
     targets = _read_targets(
         datum_path, datum.loss_fn_inputs["target_tokens"], tokens.size, loss, loss_name, vocab_size
@@ -97,7 +109,7 @@ def _read_example(
                 f"{datum_path}.loss_fn_inputs['mask'] is 0 where {weight_name} is not, and "
                 f"loss_fn={loss_name!r} takes no mask; give 0 in {weight_name} there"
             )
-    return Example(tokens, targets, inputs)
+    return Example(model_input, tokens, targets, inputs)
 
 
 def _check_names(

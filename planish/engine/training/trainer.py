@@ -256,7 +256,7 @@ class Trainer:
         model_config = self._decoder.config
         max_trainable_tokens = None if forward_only else self.settings.max_sequence_tokens
         sizes = (model_config.vocab_size, model_config.max_context, max_trainable_tokens)
-        examples = read_examples(data, loss, loss_fn, *sizes)
+        examples = read_examples(data, loss, loss_fn, *sizes, self._decoder.images)
         return TrainingBatch(examples, loss_fn, loss, loss_config)
 
     def forward_backward(
@@ -385,7 +385,7 @@ class Trainer:
         recompute = self.settings.recomputes(len(micro_batch))
         hidden = self._decoder.forward(
             copy_async(torch.from_numpy(micro_batch.tokens), device),
-            copy_async(torch.from_numpy(micro_batch.positions), device),
+            copy_async(torch.from_numpy(_rope_positions(call, micro_batch)), device),
             self._decoder.backend.tree_attention(micro_batch),
             call.weights,
             recompute=recompute,
@@ -434,6 +434,18 @@ class Trainer:
         if pair_logprobs.requires_grad and bool(pair_grads.any()):
             pair_logprobs.backward(copy_async(pair_grads, pair_logprobs.device))
         return call.weights.collect_grad()
+
+
+def _rope_positions(call: _TrainerCall, micro_batch: MicroBatch) -> np.ndarray:
+    """Return the RoPE positions of the rows: int64 [T], or [3, T] if a datum has images."""
+    examples = [call.batch.examples[datum] for datum in micro_batch.datums]
+    if not any(example.input.images for example in examples):
+        return micro_batch.positions
+    positions = np.tile(micro_batch.positions, (3, 1))
+    for example, rows in zip(examples, micro_batch.datum_rows, strict=True):
+        if example.input.rope_positions is not None:
+            positions[:, rows] = example.input.rope_positions
+    return positions
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,6 @@ from planish.model.hf.forward_pass import ATTENTION, HFForwardPass, attention, c
 from planish.model.hf.frozen import freeze_experts, freeze_linear
 from planish.model.inspection.modules import HFModules
 from planish.model.inspection.probing import (
-    base_model_name,
     first_line,
     is_experts_module,
     is_linear,
@@ -31,6 +30,9 @@ from planish.model.inspection.probing import (
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.interface import AdapterBatch, Attend
 from planish.model.lora import LoraWeights
+from planish.model.vision.image_tokens import ImageRegistry
+from planish.model.vision.processing import ImageProcessor
+from planish.model.vision.tower import VisionTower
 from planish.model.weights import weight_files
 
 
@@ -45,7 +47,8 @@ class TransformersDecoder:
         """
         assert backend.config.hf is not None
         self.config, self.backend, self._modules = backend.config, backend, backend.config.hf
-        model = load_model(directory, backend.dtype).to(backend.device)
+        model = load_model(directory, backend.config.hf.vision is not None, backend.dtype)
+        model.to(backend.device)
         head = model.get_submodule(self._modules.head_name)
         bias = None if head.bias is None else head.bias.detach()
         self.head = backend.pack([head.weight.detach()], [bias])
@@ -58,7 +61,14 @@ class TransformersDecoder:
             _freeze_layer(layer, index, self._modules, backend, quantize)
             layer.forward = partial(_recomputable, layer.forward)  # type: ignore[method-assign]
         model.config.pad_token_id = None  # Some models look for padding in each batch of tokens.
-        self._model: nn.Module = getattr(model, base_model_name(self._modules.layers_name))
+        self._model: nn.Module = model.get_submodule(self._modules.text_model_name)
+        self.images: ImageRegistry | None = None
+        self.vision: VisionTower | None = None
+        vision = self._modules.vision
+        if vision is not None:
+            processor = ImageProcessor(directory, vision)
+            self.images = ImageRegistry(processor, self.config.vocab_size, vision.image_token)
+            self.vision = VisionTower(model.get_submodule(self._modules.base_name), self.images)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,29 +102,36 @@ class TransformersDecoder:
         They are multiplied by the model's factor of logits.
         """
         run = HFForwardPass(self.backend, attend, adapters, self._attention_index, recompute)
+        inputs: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None]}
+        if positions.dim() == 2:
+            assert self.vision is not None
+            inputs = self.vision.inputs(tokens, self._model.get_input_embeddings())
+            inputs["position_ids"] = positions[:, None]
         with run.running():
-            output = self._model(tokens[None], position_ids=positions[None], use_cache=False)
+            output = self._model(**inputs, use_cache=False)
         hidden: Tensor = output.last_hidden_state[0]
         scale = self._modules.head_scale
         return hidden if scale == 1 else hidden * scale
 
 
-def load_model(directory: Path, dtype: torch.dtype) -> Any:
+def load_model(directory: Path, has_vision: bool, dtype: torch.dtype) -> Any:
     """Return the model in `directory` with planish's attention, its weights memory-mapped.
 
-    Raises UnsupportedError if the weights are pickled, and DamagedFileError if they do not fit the
+    `has_vision`: whether to load a vision tower too, which keeps torch's attention. Raises UnsupportedError if the weights are pickled, and DamagedFileError if they do not fit the
     model.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForImageTextToText
 
     weight_files(directory)
     AttentionInterface.register(ATTENTION, attention)
     try:
         with quiet():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            auto_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+            parts = {"": ATTENTION, "text_config": ATTENTION, "vision_config": "sdpa"}
+            loaded: Any = auto_class.from_pretrained(
                 directory,
                 dtype=dtype,
-                attn_implementation=ATTENTION,
+                attn_implementation=parts if has_vision else ATTENTION,
                 use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from planish.model.inspection.probing import (
     quiet,
     record_attention,
 )
+from planish.model.inspection.vision import auto_class, is_vision_type, vision_modules
 
 IGNORED_FIELDS = frozenset(
     (
@@ -96,10 +98,12 @@ def inspect_model(directory: Path) -> HFModel:
 def _inspect(directory: Path, _modified: int) -> HFModel:
     """Return the result of `inspect_model`, which is cached until config.json changes."""
     fields = json.loads((directory / "config.json").read_text())
-    for name in _LAYER_COUNT_FIELDS:
+    parts = [fields, *(fields.get(part) for part in ("text_config", "vision_config"))]
+    for part, name in product(parts, (*_LAYER_COUNT_FIELDS, "depth")):
         # Before lists with one entry for each layer are made.
-        if isinstance(fields.get(name), int) and fields[name] > MAX_LAYERS:
-            raise UnsupportedError(f"{name} is {fields[name]:,}; planish supports {MAX_LAYERS:,}")
+        count = part.get(name) if isinstance(part, dict) else None
+        if isinstance(count, int) and count > MAX_LAYERS:
+            raise UnsupportedError(f"{name} is {count:,}; planish supports {MAX_LAYERS:,}")
     config = hf_config(directory, fields)
     try:
         return inspect_config(config, _settings_digest(fields))
@@ -116,7 +120,10 @@ def hf_config(directory: Path, fields: Mapping[str, Any]) -> Any:
     """
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
     model_type = fields.get("model_type")
     version = f"transformers {transformers.__version__}"
@@ -133,7 +140,12 @@ def hf_config(directory: Path, fields: Mapping[str, Any]) -> Any:
             "that it has a decoder for; use the unquantized checkpoint, with quantize='int8' or "
             "'nf4' if memory is short"
         )
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(model_type), ())
+    names = (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        if is_vision_type(model_type)
+        else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
+    known = names.get(str(model_type), ())
     known_names = (known,) if isinstance(known, str) else tuple(known)
     listed = fields.get("architectures") or list(known_names)
     if not known_names or listed[0] not in known_names:
@@ -156,17 +168,18 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
     Raises UnsupportedError with the reason if planish cannot run the model.
     """
     text_config = config.get_text_config(decoder=True)
-    if text_config is not config:
+    vision = vision_modules(config)
+    if text_config is not config and vision is None:
         raise UnsupportedError(
             f"{type(config).__name__} contains several models, and planish runs text models only"
         )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError("it has an encoder, and planish runs decoders only")
-    _check_layer_types(config)
-    max_context = _max_context(config)
+    _check_layer_types(text_config)
+    max_context = _max_context(text_config)
     with quiet():
         model = meta_model(config)
-        layers_name = _layers_name(model)
+        layers_name = _layers_name(model, text_config.num_hidden_layers, vision is not None)
         _check_mixing(model, layers_name)
         head_name = _head_name(model)
         head_shape = tuple(model.get_submodule(head_name).weight.shape)
@@ -175,7 +188,8 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
         ]
         weight_shapes = tuple((n, tuple(w.shape)) for n, w in model.named_parameters())
         base_name = base_model_name(layers_name)
-        calls = record_attention(model, getattr(model, base_name), max_context)
+        text_model = layers_name.rpartition(".")[0] if vision else base_name
+        calls = record_attention(model, model.get_submodule(text_model), max_context)
         _check_one_call_per_layer(calls, layers_name, len(layer_linears))
         _check_attention(calls)
         head_function = find_head_function(model, base_name, head_shape[1])
@@ -196,6 +210,7 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
             weight_shapes=weight_shapes,
             settings_digest=settings_digest,
             head_scale=head_function.scale,
+            vision=vision,
         ),
         attention=tuple(calls),
         vocab_size=head_shape[0],
@@ -205,7 +220,7 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
             default=head_shape[1],
         ),
         expert_size=expert_size,
-        experts_per_token=_experts_per_token(config) if expert_size else 0,
+        experts_per_token=_experts_per_token(text_config) if expert_size else 0,
         max_context=max_context,
         tied_head=bool(getattr(config, "tie_word_embeddings", False)),
         logit_cap=head_function.cap,
@@ -215,11 +230,10 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
 def meta_model(config: Any) -> Any:
     """Return the model of a config without weights."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            model = auto_class(config).from_config(config, attn_implementation="eager")
     except Exception as error:  # Model classes raise many kinds of errors for odd configs.
         raise UnsupportedError(f"transformers cannot create it: {first_line(error)}") from error
     return model.eval().requires_grad_(False)
@@ -278,13 +292,13 @@ def _max_context(config: Any) -> int:
     )
 
 
-def _layers_name(model: Any) -> str:
-    """Return the name of the list of decoder layers."""
+def _layers_name(model: Any, num_layers: int, has_vision: bool) -> str:
+    """Return the name of the list of decoder layers. It is not in a vision tower."""
     from torch import nn
 
-    num_layers = model.config.num_hidden_layers
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+        is_layers = isinstance(module, nn.ModuleList) and len(module) == num_layers
+        if is_layers and (not has_vision or ".language_model." in name):
             return str(name)
     raise UnsupportedError(f"it has no list of {num_layers} layers (num_hidden_layers)")
 

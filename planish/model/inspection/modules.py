@@ -28,6 +28,26 @@ class HFLinear:
 
 
 @dataclass(frozen=True)
+class VisionModules:
+    """The vision tower of a model with images."""
+
+    image_token: int
+    """The token that stands for a part of an image."""
+    patch_size: int
+    """The width and height of a patch in pixels."""
+    temporal_patch_size: int
+    merge_size: int
+    """The number of patches in each direction that form one token."""
+    hidden_size: int
+    """The number of hidden features of a patch in the tower."""
+
+    @property
+    def token_pixels(self) -> int:
+        """The width and height of one token in pixels."""
+        return self.patch_size * self.merge_size
+
+
+@dataclass(frozen=True)
 class HFModules:
     """The modules of a model whose layers transformers' modelling code computes."""
 
@@ -47,6 +67,18 @@ class HFModules:
     """A hash of the fields of config.json that determine logits."""
     head_scale: float = 1.0
     """The factor of the logits (Granite, Cohere)."""
+    vision: VisionModules | None = None
+    """The vision tower; None for a model that reads only text."""
+
+    @property
+    def text_model_name(self) -> str:
+        """The name of the module that has the embedding, the layers and the last norm."""
+        return self.layers_name.rpartition(".")[0] if self.vision else self.base_name
+
+    @property
+    def base_name(self) -> str:
+        """The name of the part of the model below its head."""
+        return self.layers_name.partition(".")[0]
 
     @cached_property
     def num_experts_by_name(self) -> dict[str, int]:

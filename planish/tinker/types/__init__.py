@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import Literal
 
+from planish.images import ImageChunk
 from planish.tensors import TensorData, TensorDtype
 from planish.tinker.refused import add_submodules, refused_type
 from planish.types import (
@@ -28,6 +29,7 @@ from planish.types import (
     LoraConfig,
     ModelData,
     ModelInput,
+    ModelInputChunk,
     OptimStepResponse,
     PromptAltTokens,
     PromptProvenanceSpan,
@@ -60,7 +62,6 @@ LossFnInputs = dict[str, TensorData]
 LossFnOutput = dict[str, TensorData]
 ModelID = str
 RequestID = str
-ModelInputChunk = EncodedTextChunk
 SamplingClientKind = Literal["snapshot", "inflight"]
 OptimParams = AdamParams
 
@@ -99,7 +100,8 @@ class RequestErrorCategory(StrEnum):
     User = auto()
 
 
-_TEXT_ONLY = "planish reads text only"
+_NO_AUDIO = "planish reads text and images only"
+_NO_ASSETS = "there are no stored images here; give the bytes of the image in an ImageChunk"
 _NO_DIMUON = "the update rule of Dimuon is not public; AdamW is the one optimizer here"
 _MESSAGE = "it is a message of the SDK's HTTP protocol, which planish does not expose"
 _NO_ACCOUNTS = "there are no accounts, sessions, audits or bills here"
@@ -138,7 +140,8 @@ _MESSAGE_TYPES = """
 """
 
 REFUSED = {
-    **dict.fromkeys(("DmelChunk", "ImageAssetPointerChunk", "ImageChunk"), _TEXT_ONLY),
+    "DmelChunk": _NO_AUDIO,
+    "ImageAssetPointerChunk": _NO_ASSETS,
     **dict.fromkeys(("DimuonOptimizerConfig", "DimuonParams"), _NO_DIMUON),
     **dict.fromkeys(("OptimizerConfigBase", "OptimParamsBase"), _NO_DIMUON),
     **dict.fromkeys(_ACCOUNT_TYPES.split(), _NO_ACCOUNTS),
@@ -146,9 +149,8 @@ REFUSED = {
 }
 """The SDK's types that planish does not support, with the reason for each."""
 
-DmelChunk = refused_type("DmelChunk", _TEXT_ONLY)
-ImageAssetPointerChunk = refused_type("ImageAssetPointerChunk", _TEXT_ONLY)
-ImageChunk = refused_type("ImageChunk", _TEXT_ONLY)
+DmelChunk = refused_type("DmelChunk", _NO_AUDIO)
+ImageAssetPointerChunk = refused_type("ImageAssetPointerChunk", _NO_ASSETS)
 DimuonOptimizerConfig = refused_type("DimuonOptimizerConfig", _NO_DIMUON)
 DimuonParams = refused_type("DimuonParams", _NO_DIMUON)
 OptimStepRequest = refused_type("OptimStepRequest", _MESSAGE)
@@ -165,6 +167,7 @@ __all__ = [
     "ForwardBackwardOutput",
     "GetInfoResponse",
     "GetServerCapabilitiesResponse",
+    "ImageChunk",
     "LoadWeightsResponse",
     "LoraConfig",
     "LossFnInputs",

@@ -13,6 +13,7 @@ from planish.engine.sampling.requests import Prompt, Request, RunningSample
 from planish.engine.sampling.scheduler import Scheduler
 from planish.engine.sampling.stopping import StopCondition
 from planish.model.positions import CHUNK
+from planish.model.vision.image_tokens import InputTokens
 from planish.service import Sample
 from planish.types import ModelInput, SamplingParams
 
@@ -43,7 +44,7 @@ def request(
     return Request(
         op,
         number,
-        tokens,
+        InputTokens(tokens),
         max_tokens,
         None,
         "base",

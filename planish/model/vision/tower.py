@@ -1,0 +1,110 @@
+"""The vision tower of a model: transformers' own frozen module, with a cache of its results.
+
+Shapes: T rows of a pass, n tokens of an image, D the hidden size of the text model.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planish.images import MAX_IMAGE_PIXELS
+from planish.model.inspection.modules import VisionModules
+from planish.model.vision.decoding import decode_image
+from planish.model.vision.image_tokens import FIRST_IMAGE_TOKEN, Image, ImageRegistry
+
+MAX_FEATURE_BYTES = 256 << 20
+"""The maximum size of the cached features. One image may exceed it."""
+
+
+_VALUES_PER_FEATURE = 16
+"""An estimate of the numbers that a layer of the tower stores for each hidden feature: the states
+around the attention and the MLP.
+"""
+
+
+def workspace_bytes(vision: VisionModules, itemsize: int) -> int:
+    """Return an estimate of the memory of a tower beside its weights, in bytes.
+
+    It is that of the cached features and of one pass with the largest image. `itemsize`: the bytes
+    of an element of the model's dtype.
+    """
+    num_patches = MAX_IMAGE_PIXELS // vision.patch_size**2
+    return MAX_FEATURE_BYTES + num_patches * vision.hidden_size * _VALUES_PER_FEATURE * itemsize
+
+
+class VisionTower:
+    """The features of images, each computed once while it is in the cache."""
+
+    def __init__(self, model: nn.Module, registry: ImageRegistry) -> None:
+        """`model`: the multimodal model of transformers below the head, on its device."""
+        self._model: Any = model
+        self._registry = registry
+        self._cache: OrderedDict[Image, Tensor] = OrderedDict()
+        self._cached_bytes = 0
+        self.num_runs = 0
+        """The number of images that the tower has computed."""
+
+    def inputs(self, tokens: Tensor, embedding: nn.Module) -> dict[str, Any]:
+        """Return the arguments of transformers' text model for rows with images.
+
+        `tokens`: int64 [T], with the ids of images. `embedding`: that of the text model.
+        """
+        is_image = tokens >= FIRST_IMAGE_TOKEN
+        text = tokens.masked_fill(is_image, self._registry.image_token)
+        embeddings: Tensor = embedding(text)
+        if not bool(is_image.any()):
+            return {"inputs_embeds": embeddings[None]}
+        features = self._features_of(tokens[is_image].tolist(), embeddings)
+        size = embeddings.shape[-1]
+        embeddings = embeddings.clone()
+        embeddings[is_image] = features[:, :size]
+        arguments: dict[str, Any] = {"inputs_embeds": embeddings[None]}
+        if features.shape[1] > size:
+            arguments["visual_pos_masks"] = is_image[None]
+            arguments["deepstack_visual_embeds"] = list(features[:, size:].split(size, 1))
+        return arguments
+
+    def _features_of(self, tokens: list[int], like: Tensor) -> Tensor:
+        """Return the features of these image tokens, a row for each, on the device of `like`."""
+        positions: OrderedDict[Image, list[tuple[int, int]]] = OrderedDict()
+        for row, token in enumerate(tokens):
+            image, position = self._registry.find(token)
+            positions.setdefault(image, []).append((row, position))
+        parts, rows = [], []
+        for image, places in positions.items():
+            index = torch.tensor([position for _, position in places], device=like.device)
+            parts.append(self.features(image)[index])
+            rows += [row for row, _ in places]
+        order = torch.tensor(rows, device=like.device).argsort()
+        return torch.cat(parts)[order]
+
+    def features(self, image: Image) -> Tensor:
+        """Return the features of an image: [n, D], or [n, D * (1 + L)] if the tower also has
+        features for the first L layers of the text model (deepstack).
+        """
+        if image in self._cache:
+            self._cache.move_to_end(image)
+            return self._cache[image]
+        # Tensors of inference mode could not be used in training.
+        with torch.inference_mode(False), torch.no_grad():
+            features = self._compute(image)
+        self._cache[image] = features
+        self._cached_bytes += features.nbytes
+        while self._cached_bytes > MAX_FEATURE_BYTES and len(self._cache) > 1:
+            _, dropped = self._cache.popitem(last=False)
+            self._cached_bytes -= dropped.nbytes
+        return features
+
+    def _compute(self, image: Image) -> Tensor:
+        patches, grid = self._registry.processor.patches(decode_image(image.chunk, "the image"))
+        device = next(self._model.parameters()).device
+        output = self._model.get_image_features(
+            patches.to(device), grid.to(device), return_dict=True
+        )
+        self.num_runs += 1
+        deepstack = getattr(output, "deepstack_features", None) or ()
+        return torch.cat([output.pooler_output[0], *(part[0] for part in deepstack)], -1)

@@ -1,0 +1,75 @@
+"""Tiny random models with images for tests (see testing.py)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
+
+from planish.testing import (
+    DTYPES,
+    EOS_TOKEN_ID,
+    NUM_TOKENS,
+    TINY_SIZES,
+    has_field,
+    randomize,
+    save_byte_tokenizer,
+)
+
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""Control tokens of Qwen's models with images, with the ids after WORD_TOKENS. Only a tiny model with
+images has them.
+"""
+
+
+def tiny_vision_model(
+    path: str | Path, model_type: str = "qwen3_vl", *, seed: int = 0, dtype: str = "float32"
+) -> Path:
+    """Write a random model with images, as a Hugging Face directory, and return its path.
+
+    `model_type`: "qwen2_vl", "qwen2_5_vl", "qwen3_vl" or "qwen3_vl_moe". A token of an image has
+    16 x 16 pixels.
+    """
+    first = NUM_TOKENS
+    start, end, image, video = range(first, first + len(VISION_TOKENS))
+    mrope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    sizes = TINY_SIZES | {"vocab_size": first + 6, "rope_parameters": mrope}
+    is_qwen3 = model_type.startswith("qwen3_vl")
+    vision = {"depth": 2, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2}
+    vision |= {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}
+    if is_qwen3:
+        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    elif model_type == "qwen2_5_vl":
+        vision |= {"window_size": 32, "fullatt_block_indexes": [1]}
+    else:
+        vision |= {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
+    defaults = AutoConfig.for_model(model_type)
+    text = {key: value for key, value in sizes.items() if has_field(defaults.text_config, key)}
+    config = AutoConfig.for_model(
+        model_type,
+        text_config=text | {"tie_word_embeddings": False},
+        vision_config=vision,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=False,
+    )
+    config.dtype = dtype
+    model: Any = AutoModelForImageTextToText.from_config(config)
+    randomize(model, seed)
+    model.to(DTYPES[dtype])
+    Path(path).mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(path)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 8,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "size": {"shortest_edge": 16 * 16, "longest_edge": 256 * 16 * 16},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (Path(path) / "preprocessor_config.json").write_text(json.dumps(processor))
+    GenerationConfig(eos_token_id=EOS_TOKEN_ID, pad_token_id=256).save_pretrained(path)
+    return save_byte_tokenizer(path, VISION_TOKENS)
