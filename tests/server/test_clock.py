@@ -18,7 +18,7 @@ from planish.service import SaveWeights
 from planish.types import CheckpointPath
 
 HOUR, DAY = 3600.0, 86400.0
-STORE = "planish.engine.checkpoints.store"
+CHECKPOINTS = "planish.engine.checkpoints"
 
 
 class Clocks:
@@ -143,7 +143,8 @@ class ShiftedClock:
         self.seconds, self._run_seconds = 0.0, 0.0
         time_of_day, monotonic = time.time, time.monotonic
         monkeypatch.setattr("time.time", lambda: time_of_day() + self.seconds + self._run_seconds)
-        monkeypatch.setattr(f"{STORE}.datetime", ShiftedDatetime)
+        for module in ("store", "replacement"):
+            monkeypatch.setattr(f"{CHECKPOINTS}.{module}.datetime", ShiftedDatetime)
         monkeypatch.setattr(
             "planish.server.server.ExpiryClock",
             lambda: ExpiryClock(monotonic=lambda: monotonic() + self._run_seconds),

@@ -269,7 +269,7 @@ SAVER = """
 import errno, os, sys
 from pathlib import Path
 from disk_shim import Shim, configure
-from planish.engine.checkpoints.store import _rename_into_place
+from planish.engine.checkpoints.replacement import rename_into_place
 
 root, shim = Path(sys.argv[1]), Shim(Path(sys.argv[2]), Path(sys.argv[1]))
 configure(*shim.files)
@@ -278,7 +278,7 @@ for number in range(1, int(sys.argv[3])):
         weights = root / f"{kind} {number}" / "run" / "weights"
         shim.fail(number, errno.EIO)
         try:
-            _rename_into_place(weights / "aside", weights / "name")
+            rename_into_place(weights / "aside", weights / "name")
         except OSError:
             print(f"{kind} {number}")
         shim.heal()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from server_client import Client, running
 
-from planish.engine.checkpoints import store as checkpoint_store
+from planish.engine.checkpoints import replacement
 from planish.server.durable.store import BODIES, DATABASE, Store
 from planish.server.results import Failed
 from planish.service import SaveWeights
@@ -57,14 +57,14 @@ async def test_the_first_save_of_a_run_syncs_its_new_directory_entries(
 
     async with running(model_dir, data_dir) as server:
         model = await (await Client.start(server)).model()
-        checkpoints, sync = data_dir / "checkpoints", checkpoint_store.sync
+        checkpoints, sync = data_dir / "checkpoints", replacement.sync
         assert not checkpoints.exists()
 
         def spy(path: Path) -> None:
             synced.append(path)
             sync(path)
 
-        monkeypatch.setattr(checkpoint_store, "sync", spy)
+        monkeypatch.setattr(replacement, "sync", spy)
         monkeypatch.setattr("planish.files.sync", spy)
         await model.save("a")
         segment = checkpoints / model.model_id / "weights"
@@ -84,7 +84,7 @@ async def test_a_save_after_a_failed_sync_syncs_the_directories_that_were_left(
 ):
     synced: list[str] = []
     fails = False
-    sync = checkpoint_store.sync
+    sync = replacement.sync
 
     def spy(path: Path) -> None:
         if fails and path.name == failing:
@@ -92,7 +92,7 @@ async def test_a_save_after_a_failed_sync_syncs_the_directories_that_were_left(
         synced.append(path.name)
         sync(path)
 
-    monkeypatch.setattr(checkpoint_store, "sync", spy)
+    monkeypatch.setattr(replacement, "sync", spy)
     monkeypatch.setattr("planish.files.sync", spy)
 
     async with running(model_dir, data_dir) as server:

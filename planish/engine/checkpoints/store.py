@@ -4,9 +4,8 @@ DATA is the `data_dir` argument, else the variable PLANISH_DATA, else ~/.local/s
 Each checkpoint is a directory that is either complete or absent. A checkpoint is written to a
 temporary directory, fsynced and renamed.
 
-Replacing a checkpoint takes two renames under a lock file of the run. If the process crashes
-between them, the old checkpoint keeps a temporary name, and the next reader renames it back.
-Readers take no lock. They repeat a read or a copy if the checkpoint was replaced meanwhile.
+A checkpoint is replaced under a lock file of the run (replacement.py). Readers take no lock. They
+repeat a read or a copy if the checkpoint was replaced meanwhile.
 
 Readers reject expired checkpoints. The first reader that finds a checkpoint expired records the
 present time as the modification time of the checkpoint's directory. A reader that finds the
@@ -17,12 +16,10 @@ a moment deletes nothing. A run without checkpoints has no directory.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import stat
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -41,8 +38,21 @@ from planish.engine.checkpoints.files import (
     write_manifest,
     write_tensors,
 )
+from planish.engine.checkpoints.replacement import (
+    LOCK,
+    clear_leftovers,
+    has_expired,
+    link_or_copy,
+    locked,
+    new_temporary,
+    remove,
+    remove_expired,
+    remove_if_empty,
+    rename_into_place,
+    restore_previous,
+)
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
-from planish.files import make_directory, sync, write_atomically, write_remedy
+from planish.files import make_directory, write_atomically, write_remedy
 from planish.types import (
     Checkpoint,
     CheckpointPath,
@@ -62,10 +72,6 @@ _SEGMENT_OF_TYPE: dict[CheckpointType, str] = {"training": "weights", "sampler":
 _TYPE_OF_SEGMENT: dict[str, CheckpointType] = {
     segment: kind for kind, segment in _SEGMENT_OF_TYPE.items()
 }
-
-_LOCK = ".lock"
-_EXPIRED_SECONDS = 86400.0
-"""How long an expired checkpoint stays on disk after a reader has found it expired."""
 
 R = TypeVar("R")
 
@@ -159,7 +165,7 @@ class CheckpointStore:
         # Raise an error here if the checkpoint does not exist. Acquiring the lock could otherwise
         # create a lock file for nothing.
         _ = self.manifest(path) if self.removes_expired else self._manifest_on_disk(path)
-        with self._locked(self._directory_of(path).parent.parent):
+        with locked(self._directory_of(path).parent.parent):
             manifest = replace(
                 self._read_manifest(path), expires_at=request.expires_at(datetime.now(UTC))
             )
@@ -187,9 +193,9 @@ class CheckpointStore:
         DamagedFileError if the manifest is unusable.
         """
         manifest = self._manifest_on_disk(path)
-        if _has_expired(manifest):
+        if has_expired(manifest):
             if self.removes_expired:
-                self._remove_expired(self._directory_of(path))
+                remove_expired(self._directory_of(path))
             raise CheckpointError(
                 f"the checkpoint {path} expired at {manifest.expires_at:%Y-%m-%d %H:%M:%S} UTC; "
                 "save with a longer ttl_seconds, or None"
@@ -203,7 +209,7 @@ class CheckpointStore:
         except (CheckpointError, DamagedFileError):
             # Between the two renames of a replacement, the checkpoint has only a temporary name.
             # That replacement may still be in progress, or its process may have crashed.
-            self._restore_previous(self._directory_of(path))
+            restore_previous(self._directory_of(path))
             return self._read_manifest(path)
 
     def read(
@@ -265,12 +271,12 @@ class CheckpointStore:
         """
         target = self._directory_of(path)
         try:
-            self._restore_previous(target)
+            restore_previous(target)
             # Check for the checkpoint first, because acquiring the lock could create a lock file.
             if not _is_directory(target):
                 raise FileNotFoundError
-            with self._locked(target.parent.parent):
-                _remove(target)
+            with locked(target.parent.parent):
+                remove(target)
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"there is no checkpoint {path} under {self.directory}"
@@ -281,9 +287,9 @@ class CheckpointStore:
     def clear_leftovers(self) -> None:
         """Remove the temporary files of crashed writers, in all runs that are not locked now."""
         for leftover in self.directory.glob("*/*/.*.tmp"):
-            with suppress(OSError), FileLock(leftover.parents[1] / _LOCK, timeout=0):
+            with suppress(OSError), FileLock(leftover.parents[1] / LOCK, timeout=0):
                 shutil.rmtree(leftover)
-                _remove_if_empty(leftover.parent)
+                remove_if_empty(leftover.parent)
 
     def _directory_of(self, path: CheckpointPath) -> Path:
         """Return the directory of a checkpoint. Raises CheckpointError if its names are invalid."""
@@ -326,15 +332,15 @@ class CheckpointStore:
     def _create(self, request: SaveRequest, write: Callable[[Path], Manifest]) -> None:
         """Call `write` to fill a temporary directory, then rename it to the checkpoint."""
         target = self._directory_of(request.path)
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        temporary = new_temporary(target)
         try:
-            with self._locked(target.parent.parent, create=True):
+            with locked(target.parent.parent, create=True):
                 make_directory(target.parent)
-                self._clear_leftovers(target)
+                clear_leftovers(target)
                 temporary.mkdir()
                 manifest = write(temporary)
                 self._check_name_is_free(request, target, manifest)
-                _rename_into_place(temporary, target)
+                rename_into_place(temporary, target)
         except OSError as error:
             remedy = write_remedy(
                 error,
@@ -358,7 +364,7 @@ class CheckpointStore:
         }
         try:
             for name in linked_files:
-                _link_or_copy(self._directory_of(source) / name, temporary / name)
+                link_or_copy(self._directory_of(source) / name, temporary / name)
         except FileNotFoundError as error:
             raise DamagedFileError(
                 f"{error.filename} is missing, so the checkpoint is damaged; use another checkpoint"
@@ -413,69 +419,9 @@ class CheckpointStore:
             is_equal = (
                 request.path.checkpoint_type == "sampler" and existing.files == manifest.files
             )
-            if is_equal or (self.removes_expired and _has_expired(existing)):
+            if is_equal or (self.removes_expired and has_expired(existing)):
                 return
         raise name_taken_error(request.path)
-
-    @contextmanager
-    def _locked(self, run: Path, create: bool = False) -> Iterator[None]:
-        """Acquire the lock of the run.
-
-        If `create`, create the run's directory if it does not exist.
-        """
-        lock, is_held = FileLock(run / _LOCK), False
-        while not is_held:
-            if create:
-                make_directory(run)
-            try:
-                lock.acquire()
-                is_held = True
-            except FileNotFoundError:  # another process just deleted the run's last checkpoint
-                if not create:
-                    raise
-        try:
-            yield
-        finally:
-            lock.release()
-
-    def _clear_leftovers(self, target: Path) -> None:
-        """Remove the temporary files of crashed writers of this checkpoint.
-
-        The caller must have the lock, so no other process is writing these files.
-        """
-        if not target.is_dir():
-            self._restore_previous_locked(target)
-        for leftover in target.parent.glob(f".{target.name}.*.tmp"):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-    def _remove_expired(self, target: Path) -> None:
-        """Remove an expired checkpoint if a reader found it expired at least a day ago.
-
-        The first reader that finds it expired only records the present time. Nothing happens if
-        the run is locked. Readers reject an expired checkpoint even if it is not removed.
-        """
-        with suppress(OSError, DamagedFileError), FileLock(target.parent.parent / _LOCK, timeout=0):
-            manifest, now = read_manifest(target), time.time()
-            if manifest.expires_at is None or not _has_expired(manifest):
-                return
-            # The checkpoint was written before it expired. So only a reader can have set a
-            # modification time after the expiry.
-            found_expired_at = target.stat().st_mtime
-            if not manifest.expires_at.timestamp() <= found_expired_at <= now:
-                os.utime(target, (now, now))
-            elif now - found_expired_at >= _EXPIRED_SECONDS:
-                _remove(target)
-
-    def _restore_previous(self, target: Path) -> None:
-        """Restore the old checkpoint if a writer crashed while it replaced the checkpoint."""
-        if _previous_path(target).is_dir():
-            with self._locked(target.parent.parent):
-                self._restore_previous_locked(target)
-
-    def _restore_previous_locked(self, target: Path) -> None:
-        """Do the same as `_restore_previous`; the caller must have the lock."""
-        if _previous_path(target).is_dir() and not target.is_dir():
-            os.rename(_previous_path(target), target)
 
 
 def name_taken_error(path: CheckpointPath) -> CheckpointError:
@@ -497,10 +443,6 @@ def _is_directory(path: Path) -> bool:
         return False
 
 
-def _has_expired(manifest: Manifest) -> bool:
-    return manifest.expires_at is not None and manifest.expires_at <= datetime.now(UTC)
-
-
 def _same_files(one: Manifest, other: Manifest) -> bool:
     """Return whether both manifests are from the same save; the time to live may differ."""
     return (one.time, one.files) == (other.time, other.files)
@@ -513,84 +455,6 @@ def _file_names(kind: CheckpointType) -> tuple[str, ...]:
         if kind == "training"
         else (ADAPTER_FILE, ADAPTER_CONFIG_FILE)
     )
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    """Create `target` as a hard link to `source`, or as a copy if links are not possible.
-
-    Two directories can share a file because the files of a checkpoint never change. Some file
-    systems do not support links, and links between two file systems are impossible.
-    """
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        shutil.copyfile(source, target)
-        sync(target)
-
-
-def _remove(target: Path) -> None:
-    """Remove a checkpoint. The caller must have the lock."""
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        shutil.rmtree(_previous_path(target), ignore_errors=True)
-        os.rename(target, temporary)  # atomic, so that no reader sees a partly removed checkpoint
-        sync(target.parent)
-        shutil.rmtree(temporary)
-    finally:
-        _remove_if_empty(target.parent)
-
-
-def _remove_if_empty(segment: Path) -> None:
-    """Remove an empty directory of checkpoints, and the run's directory if that is empty too.
-
-    The caller must have the lock.
-    """
-    run = segment.parent
-    with suppress(OSError):
-        with suppress(FileNotFoundError):
-            # The previous owner of the lock may already have removed this directory.
-            segment.rmdir()
-        if {entry.name for entry in run.iterdir()} == {_LOCK}:
-            (run / _LOCK).unlink()
-            run.rmdir()
-
-
-def _previous_path(target: Path) -> Path:
-    """Return the temporary path of the old checkpoint while it is being replaced."""
-    return target.with_name(f".{target.name}.previous")
-
-
-def _rename_into_place(temporary: Path, target: Path) -> None:
-    """Rename `temporary` to `target`.
-
-    An older checkpoint of that name is removed only after the new one is in place.
-    """
-    # An earlier process may have created some of these directories without syncing their entries,
-    # if it was killed or its sync failed. So sync the entries of all of them, before anything
-    # changes.
-    for directory in target.parents[1:4]:
-        with suppress(PermissionError):  # an unreadable parent was not made by planish
-            sync(directory)
-    previous = _previous_path(target)
-    if target.is_dir():
-        shutil.rmtree(previous, ignore_errors=True)
-        os.rename(target, previous)
-    try:
-        os.rename(temporary, target)
-        sync(target.parent)
-    except OSError:
-        # The save fails, so its name stays free, and an older checkpoint stays in place. Without
-        # the last sync, a power loss could bring the new checkpoint back.
-        with suppress(FileNotFoundError):
-            os.rename(target, temporary)
-        with suppress(FileNotFoundError):
-            os.rename(previous, target)
-        with suppress(OSError):
-            sync(target.parent)
-        raise
-    shutil.rmtree(previous, ignore_errors=True)
 
 
 def checkpoint_record(path: CheckpointPath, manifest: Manifest) -> Checkpoint:

@@ -15,6 +15,7 @@ import torch
 from backends import torch_backend
 from filelock import FileLock
 
+import planish.engine.checkpoints.replacement as replacement
 import planish.engine.checkpoints.store as checkpoints
 from planish.engine.checkpoints.files import ADAPTER_FILE, MANIFEST_FILE, OPTIMIZER_FILE, Manifest
 from planish.engine.checkpoints.store import AdapterSnapshot, CheckpointStore, SaveRequest
@@ -211,7 +212,7 @@ def test_replacing_an_expired_checkpoint_does_not_deadlock(store, adapter):
 def test_removing_an_expired_checkpoint_spares_a_newer_one_saved_meanwhile(
     store, adapter, monkeypatch
 ):
-    monkeypatch.setattr(checkpoints, "_EXPIRED_SECONDS", 0.0)
+    monkeypatch.setattr(replacement, "_EXPIRED_SECONDS", 0.0)
     let_it_expire(store)
     read = checkpoints.read_manifest
 
@@ -227,7 +228,7 @@ def test_removing_an_expired_checkpoint_spares_a_newer_one_saved_meanwhile(
 
 
 def test_an_expired_checkpoint_is_rejected_while_its_run_is_locked(store, monkeypatch):
-    monkeypatch.setattr(checkpoints, "_EXPIRED_SECONDS", 0.0)
+    monkeypatch.setattr(replacement, "_EXPIRED_SECONDS", 0.0)
     directory = let_it_expire(store)
     with FileLock(directory.parents[1] / ".lock"):
         with pytest.raises(CheckpointError, match="expired at"):
@@ -238,13 +239,13 @@ def test_an_expired_checkpoint_is_rejected_while_its_run_is_locked(store, monkey
 
 
 def test_set_ttl_does_not_deadlock_if_the_checkpoint_expires_meanwhile(store, monkeypatch):
-    lock = store._locked
+    lock = checkpoints.locked
 
     def lock_late(run: Path, make: bool = False):
         let_it_expire(store)
         return lock(run, make)
 
-    monkeypatch.setattr(store, "_locked", lock_late)
+    monkeypatch.setattr(checkpoints, "locked", lock_late)
     store.set_ttl(SOURCE, None)
     assert store.manifest(SOURCE).expires_at is None
 
@@ -337,19 +338,19 @@ def test_copying_restarts_if_the_source_is_replaced_meanwhile(
 
 def before_linking(monkeypatch, act: Callable[[], None], linked_before: int = 0) -> None:
     """Call `act` once in the middle of a copy, after `linked_before` files were linked."""
-    link, linked = checkpoints._link_or_copy, count()
+    link, linked = checkpoints.link_or_copy, count()
 
     def link_or_copy(source: Path, target: Path) -> None:
         if next(linked) == linked_before:
             act()
         link(source, target)
 
-    monkeypatch.setattr(checkpoints, "_link_or_copy", link_or_copy)
+    monkeypatch.setattr(checkpoints, "link_or_copy", link_or_copy)
 
 
 def test_a_copy_waits_for_a_writer_and_has_its_content(store, adapter, monkeypatch):
     is_writing, go_on = threading.Event(), threading.Event()
-    put = checkpoints._rename_into_place
+    put = checkpoints.rename_into_place
 
     def slow_put(aside: Path, target: Path) -> None:
         if target.name == "a":
@@ -357,7 +358,7 @@ def test_a_copy_waits_for_a_writer_and_has_its_content(store, adapter, monkeypat
             go_on.wait(60)
         put(aside, target)
 
-    monkeypatch.setattr(checkpoints, "_rename_into_place", slow_put)
+    monkeypatch.setattr(checkpoints, "rename_into_place", slow_put)
     newer = AdapterSnapshot(
         {**adapter.state(), "step": torch.tensor(7)},
         adapter.layout,

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 import planish.engine.checkpoints.files as checkpoint_files
 import planish.engine.checkpoints.store as checkpoints
-from planish.engine.checkpoints import store as checkpoint_store
+from planish.engine.checkpoints import replacement
 from planish.engine.checkpoints.files import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
@@ -281,7 +281,7 @@ def test_reading_with_another_adapter_layout_is_rejected(store, model_dir):
 
 
 def test_an_expired_checkpoint_is_rejected_and_removed(store, model_dir, monkeypatch):
-    monkeypatch.setattr(checkpoint_store, "_EXPIRED_SECONDS", 0.0)
+    monkeypatch.setattr(replacement, "_EXPIRED_SECONDS", 0.0)
     adapter = trained(model_dir)
     store.save(SaveRequest(TRAINING, ttl_seconds=3600), saved(adapter))
     assert store.records()[0].expires_at is not None
@@ -428,7 +428,7 @@ def test_a_save_whose_last_sync_fails_leaves_its_name_as_it_was(
             raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "sync", failing)
+        patch.setattr(replacement, "sync", failing)
         with pytest.raises(StorageError):
             store.save(SaveRequest(TRAINING, overwrite=is_replaced), saved(new))
     assert [path.name for path in target.iterdir()] == (["a"] if is_replaced else [])
