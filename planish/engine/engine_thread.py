@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -24,32 +24,28 @@ from time import perf_counter
 from typing import Any, Literal
 
 from planish.engine.base_models import BaseModel
+from planish.engine.failures import fail_all, prepare_error
 from planish.engine.fairness import FairShare
 from planish.engine.release_memory import clear_frames
+from planish.engine.sampler_sessions import CANCELLED_CREATION, SamplerSessions
 from planish.engine.training_models import (
     QueuedCreation,
     QueuedDeferredForwardBackward,
     QueuedForwardBackward,
     QueuedOperation,
     QueuedPublish,
-    QueuedSample,
-    QueuedSamplerCreation,
     QueuedSampling,
     QueuedSave,
     QueuedTraining,
-    SamplerSession,
     TrainingModel,
 )
 from planish.engine.training_operations import TrainingOperations
-from planish.errors import EngineClosedError, PlanishError, UserError, is_out_of_memory
+from planish.errors import EngineClosedError, PlanishError, UserError
 from planish.model.kernels.linear import before_each_matmul
 from planish.processes.background import BackgroundThread, wait_for_saves
 from planish.processes.threads import short_switch_interval
-from planish.service import ReleaseSampler
 
 Side = Literal["sampling", "training"]
-
-_CANCELLED_CREATION = "its creation was cancelled; create another one"
 
 
 @dataclass(frozen=True)
@@ -89,9 +85,7 @@ class EngineThread:
         self._stop_request: _Stop | None = None
         self._training_models: list[TrainingModel] = []
         """The training models whose queues are not empty."""
-        self._base_models: list[BaseModel] = []
-        """The base models that were sampled from."""
-        self._sampler_sessions: list[SamplerSession] = []
+        self._sampler_sessions = SamplerSessions()
         self._side_shares: FairShare[Side] = FairShare()
         self._training_shares: FairShare[TrainingModel] = FairShare()
         self._sampling_shares: FairShare[BaseModel] = FairShare()
@@ -220,8 +214,8 @@ class EngineThread:
 
     def _has_work(self) -> bool:
         """Return whether a training model or a sampler can take a turn now."""
-        return any(model.is_ready for model in self._training_models) or any(
-            base.sampler.busy for base in self._base_models
+        return any(model.is_ready for model in self._training_models) or bool(
+            self._sampler_sessions.busy_base_models()
         )
 
     def _reset_shares(self) -> None:
@@ -232,7 +226,7 @@ class EngineThread:
     def _run_turn(self) -> None:
         """Let one training model or one sampler take a turn, and charge its time."""
         ready_models = [model for model in self._training_models if model.is_ready]
-        busy_base_models = [base for base in self._base_models if base.sampler.busy]
+        busy_base_models = self._sampler_sessions.busy_base_models()
         sides: list[Side] = []
         if busy_base_models:
             sides.append("sampling")
@@ -248,11 +242,11 @@ class EngineThread:
             self._training_shares.charge(model, perf_counter() - start)
         else:
             base = self._sampling_shares.pick(busy_base_models)
-            self._run_sampling_turn(base)
+            self._sampler_sessions.run_turn(base)
             self._wait_for_device(base, is_alone)
             self._sampling_shares.charge(base, perf_counter() - start)
         self._side_shares.charge(side, perf_counter() - start)
-        self._drop_unused_sessions()
+        self._sampler_sessions.drop_unused()
 
     def _wait_for_device(self, base: BaseModel, is_alone: bool) -> None:
         """Wait for the device if other models have work.
@@ -274,71 +268,9 @@ class EngineThread:
             return
         assert isinstance(queued, QueuedSampling)
         try:
-            self._accept_sampling(queued)
+            self._sampler_sessions.accept(queued)
         except Exception as error:
             queued.fail(error)
-
-    def _accept_sampling(self, queued: QueuedSampling) -> None:
-        """Start a request, or create or release a sampler."""
-        session = queued.session
-        if session not in self._sampler_sessions:
-            self._sampler_sessions.append(session)
-        match queued:
-            case QueuedSample():
-                self._start_sample(queued)
-            case QueuedSamplerCreation():
-                self._create_sampler(queued)
-            case QueuedSampling(operation=ReleaseSampler()):
-                session.is_released = True
-                self._drop_unused_sessions()
-                queued.future.set_result(None)
-
-    def _create_sampler(self, queued: QueuedSamplerCreation) -> None:
-        """Load the weights of a sampler, and start the requests that waited for it."""
-        session, loaded_adapter = queued.session, queued.loaded_adapter
-        try:
-            if not queued.future.set_running_or_notify_cancel():
-                session.failure = _CANCELLED_CREATION
-                return
-            if loaded_adapter is not None:
-                session.weights = loaded_adapter.sampler_weights(session.base)
-            session.version = loaded_adapter.version if loaded_adapter is not None else "base"
-        except BaseException as error:
-            session.failure = str(error)
-            raise
-        finally:
-            self._start_waiting_requests(session)
-        queued.future.set_result(session.sampler_id)
-
-    def _start_sample(self, queued: QueuedSample) -> None:
-        """Submit a request to the sampler, or let it wait until the sampler is ready.
-
-        Raise UserError if the creation of the sampler has failed.
-        """
-        session = queued.session
-        if session.failure is not None:
-            raise UserError(f"sampler_id={session.sampler_id!r}: {session.failure}")
-        if session.version is None:
-            session.waiting_requests.append(queued)
-            return
-        if session.base not in self._base_models:
-            self._base_models.append(session.base)
-        session.base.sampler.submit(
-            queued.operation, session.weights, session.version, queued.future
-        )
-        session.running_futures.add(queued.future)
-        queued.future.add_done_callback(session.running_futures.discard)
-
-    def _start_waiting_requests(self, session: SamplerSession) -> None:
-        """Start the requests that waited for this sampler, or fail them if its creation failed."""
-        if session not in self._sampler_sessions:
-            self._sampler_sessions.append(session)
-        waiting, session.waiting_requests = session.waiting_requests, []
-        for queued in waiting:
-            try:
-                self._start_sample(queued)
-            except Exception as error:
-                queued.fail(error)
 
     def _run_training_turn(self, model: TrainingModel) -> None:
         """Do one piece (for instance a micro-batch) of the training model's first operation."""
@@ -351,65 +283,26 @@ class EngineThread:
         if not model.queue:
             self._training_models.remove(model)
         if isinstance(queued, QueuedPublish):
-            self._start_waiting_requests(queued.session)
+            self._sampler_sessions.start_waiting_requests(queued.session)
 
     def _run_piece(self, model: TrainingModel, queued: QueuedTraining) -> bool:
         """Do one piece of the operation, and return whether it needs another turn."""
         try:
             if model.work is None:
                 if not queued.future.set_running_or_notify_cancel():
-                    self._record_cancellation(queued)
+                    _record_cancellation(queued)
                     return False
                 model.work = self._operations.start(queued)
             next(model.work)
         except StopIteration:
             return False
         except BaseException as error:
-            _prepare_error(error, model.base)
+            prepare_error(error, model.base)
             queued.fail(error)
             if not isinstance(error, Exception):
                 raise
             return False
         return True
-
-    def _record_cancellation(self, queued: QueuedTraining) -> None:
-        """Record that a queued operation was cancelled.
-
-        If it was a forward_backward, the next optim_step is rejected, because its gradient would
-        lack the cancelled part.
-        """
-        adds_gradient = False
-        match queued:
-            case QueuedPublish():
-                queued.session.failure = _CANCELLED_CREATION
-            case QueuedCreation():
-                queued.model.failure = _CANCELLED_CREATION
-            case QueuedForwardBackward():
-                adds_gradient = not queued.operation.forward_only
-            case QueuedDeferredForwardBackward():
-                adds_gradient = True
-        if adds_gradient and queued.model.adapter is not None:
-            queued.model.adapter.reject_next_step(UserError("the forward_backward was cancelled"))
-
-    def _run_sampling_turn(self, base: BaseModel) -> None:
-        """Run one step of the base model's sampler; an exception fails all of its requests."""
-        try:
-            base.make_current()
-            base.sampler.step()
-        except Exception as error:
-            _prepare_error(error, base)
-            base.sampler.abort_all(error)
-
-    def _drop_unused_sessions(self) -> None:
-        """Free the weights and cached prefixes of released samplers without open requests."""
-        for unused_session in [session for session in self._sampler_sessions if session.is_unused]:
-            self._sampler_sessions.remove(unused_session)
-            if not any(
-                session.version == unused_session.version and session.base is unused_session.base
-                for session in self._sampler_sessions
-            ):
-                unused_session.base.sampler.evict_prefixes(unused_session.version)
-            unused_session.weights = None
 
     def _shut_down(self) -> None:
         """Fail all operations that are left and release all tensors."""
@@ -418,16 +311,13 @@ class EngineThread:
         for model in self._training_models:
             if model.work is not None:
                 model.work.close()
-            _fail_all(model.queue, error)
-        for session in self._sampler_sessions:
-            _fail_all(session.waiting_requests, error)
+            fail_all(model.queue, error)
         self._reject_inbox()
-        for base in self._base_models:
-            base.sampler.abort_all(error)
+        self._sampler_sessions.close(error)
         # Drop the references to all tensors here. Otherwise the tensors would be freed while the
         # thread shuts down, or later in any other thread that drops the last reference to this
         # object.
-        self._training_models, self._base_models, self._sampler_sessions = [], [], []
+        self._training_models = []
         self._reset_shares()
         self._on_end()
 
@@ -459,32 +349,21 @@ class EngineThread:
         return error
 
 
-def _prepare_error(error: BaseException, base: BaseModel) -> None:
-    """Prepare an exception for the operation's future.
+def _record_cancellation(queued: QueuedTraining) -> None:
+    """Record that a queued operation was cancelled.
 
-    The function clears the frames of the traceback. Otherwise their tensors would stay in memory as
-    long as the exception does. An out-of-memory error gets a note that names the settings to lower.
-
-    Raises EngineClosedError if this process can no longer use the device. All later work on the
-    device would fail in the same way. The operations in progress fail with this error too, so a
-    server keeps their requests and runs them again after a restart.
+    If it was a forward_backward, the next optim_step is rejected, because its gradient would
+    lack the cancelled part.
     """
-    clear_frames(error)
-    if is_out_of_memory(error):
-        error.add_note(
-            f"The memory of {base.device} is full. For training, lower micro_batch_tokens (now "
-            f"{base.trainer.settings.micro_batch_tokens:,}). For sampling, lower kv_cache_bytes "
-            f"(now {base.sampler.settings.kv_cache_bytes:,}) or max_batch (now "
-            f"{base.sampler.settings.max_batch:,})"
-        )
-    if not isinstance(error, PlanishError) and base.is_lost():
-        raise EngineClosedError(
-            f"{base.device} is no longer usable in this process after this error: {error}; "
-            "start the program again"
-        ) from error
-
-
-def _fail_all(operations: Iterable[QueuedOperation], error: Exception) -> None:
-    """Fail all of these operations with `error`."""
-    for queued in operations:
-        queued.fail(error)
+    adds_gradient = False
+    match queued:
+        case QueuedPublish():
+            queued.session.failure = CANCELLED_CREATION
+        case QueuedCreation():
+            queued.model.failure = CANCELLED_CREATION
+        case QueuedForwardBackward():
+            adds_gradient = not queued.operation.forward_only
+        case QueuedDeferredForwardBackward():
+            adds_gradient = True
+    if adds_gradient and queued.model.adapter is not None:
+        queued.model.adapter.reject_next_step(UserError("the forward_backward was cancelled"))

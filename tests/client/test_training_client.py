@@ -418,7 +418,7 @@ def test_cancelling_the_creation_of_a_client_frees_its_resources(embedded_client
         assert engine._preparation.sampler_sessions == {}
         assert engine._preparation.training_models.keys() == {training_client.model_id}
     logprobs(training_client)  # so that the engine has come so far
-    assert engine._thread._sampler_sessions == []
+    assert engine._thread._sampler_sessions._sessions == []
 
 
 def test_clients_cannot_be_copied_or_pickled(service_client, training_client):

@@ -337,7 +337,7 @@ def test_a_released_sampler_finishes_its_requests_and_frees_its_cache(engine):
     assert len(asked.result(WAIT).sequences) == 2
     cache = engine._base_models.get("llama").sampler._prefill.prefix_cache
     wait_until(lambda: len(cache) == 0)
-    assert engine._thread._sampler_sessions == []
+    assert engine._thread._sampler_sessions._sessions == []
 
 
 def test_samplers_of_one_version_share_cached_prefixes_until_both_are_released(engine):

@@ -135,7 +135,7 @@ class CheckpointStore:
         Raises CheckpointError if the name is taken. Raises StorageError if writing fails; partial
         files are removed then.
         """
-        self._create(request, lambda temporary: self._write(temporary, request, adapter))
+        self._create(request, lambda temporary: _write(temporary, request, adapter))
 
     def copy(self, source: CheckpointPath, request: SaveRequest) -> None:
         """Copy the checkpoint `source` to the path, time to live and metadata of `request`.
@@ -384,28 +384,6 @@ class CheckpointStore:
         write_manifest(temporary, copy_manifest)
         return copy_manifest
 
-    def _write(self, temporary: Path, request: SaveRequest, adapter: AdapterSnapshot) -> Manifest:
-        """Write all files of a checkpoint into `temporary`; return the manifest."""
-        now = datetime.now(UTC)
-        manifest = Manifest(
-            base_model=adapter.base_model,
-            architecture=adapter.architecture,
-            weights=adapter.weights,
-            lora=adapter.layout.lora_config,
-            step=int(adapter.state["step"]),
-            time=now,
-            expires_at=request.expires_at(now),
-            user_metadata=dict(request.user_metadata or {}),
-            quantize=adapter.quantize,
-        )
-        with_optimizer = request.path.checkpoint_type == "training"
-        files = write_tensors(
-            temporary, adapter.layout, adapter.state, adapter.base_model, with_optimizer
-        )
-        manifest = replace(manifest, files=files)
-        write_manifest(temporary, manifest)
-        return manifest
-
     def _check_name_is_free(self, request: SaveRequest, target: Path, manifest: Manifest) -> None:
         """Raise CheckpointError if the name is taken.
 
@@ -422,6 +400,29 @@ class CheckpointStore:
             if is_equal or (self.removes_expired and has_expired(existing)):
                 return
         raise name_taken_error(request.path)
+
+
+def _write(temporary: Path, request: SaveRequest, adapter: AdapterSnapshot) -> Manifest:
+    """Write all files of a checkpoint into `temporary`; return the manifest."""
+    now = datetime.now(UTC)
+    manifest = Manifest(
+        base_model=adapter.base_model,
+        architecture=adapter.architecture,
+        weights=adapter.weights,
+        lora=adapter.layout.lora_config,
+        step=int(adapter.state["step"]),
+        time=now,
+        expires_at=request.expires_at(now),
+        user_metadata=dict(request.user_metadata or {}),
+        quantize=adapter.quantize,
+    )
+    with_optimizer = request.path.checkpoint_type == "training"
+    files = write_tensors(
+        temporary, adapter.layout, adapter.state, adapter.base_model, with_optimizer
+    )
+    manifest = replace(manifest, files=files)
+    write_manifest(temporary, manifest)
+    return manifest
 
 
 def name_taken_error(path: CheckpointPath) -> CheckpointError:
