@@ -23,7 +23,7 @@ CLAUDE_CODE := @anthropic-ai/claude-code@2.1.332
 CONSOLE_PACKAGES := uplot@1.6.32 axe-core@4.14.1
 # The second line has clients of the server's /v1 endpoints, and the third what the recipes of
 # tinker-cookbook import.
-EXTRAS := 'planish[inspect,trackio,verifiers]' trl bitsandbytes sentencepiece playwright \
+EXTRAS := 'planish[inspect,trackio,verifiers]' trl bitsandbytes sentencepiece playwright perfetto \
 	anthropic langchain-openai litellm openai-agents 'lm-eval[api]' 'pydantic-ai-slim[openai]' \
 	aiohttp blobfile cloudpickle pylatexenc termcolor tiktoken
 # The tests that are skipped, in whole or in part, where these packages are not installed.
@@ -32,7 +32,7 @@ EXTRAS_TESTS ?= tests/console/test_console_browser.py tests/cookbook tests/evalu
 	tests/model/test_sentencepiece_oracle.py tests/recipes/test_fresh_runs.py \
 	tests/renderers/test_renderer_oracles.py \
 	tests/rl/test_verifiers_env.py tests/runlog/test_metrics_log.py tests/server/openai \
-	tests/test_tokenizer.py \
+	tests/server/test_session_timeline.py tests/test_tokenizer.py \
 	tests/server/messages/test_anthropic_client.py tests/server/messages/test_claude_code.py
 # All tests of a file run in one process, which starts their servers and loads their models once.
 # Three processes keep two cores busy, because tests wait for the programs that they start. The

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -160,6 +161,7 @@ class Sampling:
             self._samplers.pinned(sampler),
         ):
             self._ids_in_engine.add(request.id)
+            request.begun = time.time()
             operation = request.operation or await retry_briefly(
                 lambda: self._request_log.read_operation(request.row), request.id
             )

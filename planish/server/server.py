@@ -21,6 +21,7 @@ They use these parts:
     scheduling     the fair queues of training and sampling, and the adapter cache
     engine_client  the engine, called from the event loop
     runs           training runs, and the checkpoints in them
+    session_timeline   the requests of a session with their times
     stored_runs    runs that only hold a copied or imported checkpoint
     maintenance    recovers the state of an earlier process, and removes expired state
 
@@ -47,6 +48,7 @@ from planish.server.durable.checkpoints import CheckpointCatalog
 from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.expiry_clock import ExpiryClock
 from planish.server.durable.failed_requests import FailedRequests
+from planish.server.durable.links import LinkSigner
 from planish.server.durable.records import ModelRow, count
 from planish.server.durable.request_log import RequestLog, TenantLimits
 from planish.server.durable.store import Store
@@ -65,6 +67,7 @@ from planish.server.runs import TrainingRuns
 from planish.server.samplers import Samplers
 from planish.server.sampling import Sampling
 from planish.server.scheduling import AdapterCache, FairQueue
+from planish.server.session_timeline import Timelines
 from planish.server.sessions import SESSION_ENDED, Sessions
 from planish.server.settings import ServerSettings
 from planish.server.settle import Settlement
@@ -182,6 +185,9 @@ class Server:
             self.checkpoints,
             self.intake,
             self.models.run_lock,
+        )
+        self.timelines = Timelines(
+            self.store, self.sessions, self.request_log, LinkSigner(data_dir)
         )
         self.cleanup = Cleanup(
             self.store,

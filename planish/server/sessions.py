@@ -329,11 +329,13 @@ def delete_sessions(transaction: Transaction, where: str, values: Sequence[Any])
     query = f"SELECT id FROM sessions WHERE NOT ({has_open_member}) AND {where}"
     for row in transaction.execute(query, values).fetchall():
         transaction.execute("DELETE FROM samplers WHERE session = ?", [row[0]])
-        transaction.execute(
-            "DELETE FROM models WHERE session = ? AND NOT EXISTS "
-            "(SELECT 1 FROM checkpoints WHERE run = models.id)",
-            [row[0]],
+        without_checkpoints = (
+            "models WHERE session = ? AND NOT EXISTS "
+            "(SELECT 1 FROM checkpoints WHERE run = models.id)"
         )
+        steps = f"DELETE FROM steps WHERE model IN (SELECT id FROM {without_checkpoints})"
+        for statement in (steps, f"DELETE FROM {without_checkpoints}"):
+            transaction.execute(statement, [row[0]])
         delete_row(transaction, SessionRow, row[0])
 
 

@@ -78,7 +78,7 @@ class Settlement:
         if isinstance(answer, Done) and row.kind in ("forward", "forward_backward"):
             self._counters.trained_tokens[row.tenant] += request.num_input_tokens
         written = self._store.write_with_retries(
-            journal.write_answer, row, answer, time.time(), transaction_hook
+            journal.write_answer, row, answer, time.time(), transaction_hook, request.begun
         )
         request.answer_written = asyncio.ensure_future(
             self._send_when_written(request, answer, written)

@@ -7,6 +7,7 @@ crash guard lets it run. No other module waits for all three.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ class Turns:
             lease.release()
             raise
         crash_point("before running")
+        request.begun = time.time()
         return lease
 
     def end(self, request: Request) -> None:

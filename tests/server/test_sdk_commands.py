@@ -77,7 +77,7 @@ checkpoint unpublish {sampler}
 -f json checkpoint info {sampler}
 checkpoint download {state} -o {directory}
 -f json checkpoint download {external} -o {directory}
-session export-trace {session}
+session export-trace {session} -o {directory}/session.pftrace
 billing usage 2026-07-13T00:00:00Z 2026-07-14T00:00:00Z
 billing checkpoint-storage
 checkpoint delete -y {sampler} {sampler}x
@@ -225,11 +225,17 @@ def test_checkpoints_can_be_deleted(commands: Commands):
     assert "No checkpoints found" in commands.works("checkpoint list --limit 0")
 
 
+def test_the_timeline_of_a_session_is_exported(commands: Commands):
+    commands.works("session export-trace {session} -o {directory}/session.pftrace")
+    trace = (commands.directory / "session.pftrace").read_bytes()
+    for text in (f"session {commands.names['session']}", commands.names["run"], "save_weights"):
+        assert text.encode() in trace
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
         ("auth whoami", "whoami"),
-        ("session export-trace {session}", "keeps no traces"),
         ("billing usage 2026-07-13T00:00:00Z 2026-07-14T00:00:00Z", "bills nothing"),
         ("billing checkpoint-storage", "bills nothing"),
     ],

@@ -77,9 +77,11 @@ def write_answer(
     answer: Done | Failed,
     now: float,
     transaction_hook: Callable[[Transaction], None] | None = None,
+    begun: float | None = None,
 ) -> None:
     """Write an answer and the state of `answered_row`, and call `transaction_hook` in the same
-    transaction. The request's body is removed, unless a replay may need it.
+    transaction. The request's body is removed, unless a replay may need it. `begun` is when the
+    request's turn came; None if it never ran.
     """
     columns: dict[str, Any]
     match answer:
@@ -93,7 +95,13 @@ def write_answer(
         case Failed(message, category, error_class):
             columns = {"message": message, "category": category, "error_class": error_class}
     update_row(
-        transaction, RequestRow, answered_row.id, state=answered_row.state, finished=now, **columns
+        transaction,
+        RequestRow,
+        answered_row.id,
+        state=answered_row.state,
+        begun=begun,
+        finished=now,
+        **columns,
     )
     if not answered_row.is_replayed:
         drop_bodies(transaction, "id = ?", (answered_row.id,))

@@ -14,13 +14,17 @@ A request's id is `{model}:{seq_id}` for training (the creation is number 0) and
     refused    The request never ran, and has an error message. Its body could not be read, or a
                request with an earlier number never arrived.
 
+`accepted`, `begun` and `finished` are when the request arrived, when its turn came, and when it was
+answered. `begun` is written together with the answer, and is NULL if the request never ran.
+
 The body of a training request is kept until a snapshot of its model includes the request. Bodies
 and results are the last columns, so that a query for other columns need not read past them.
 
-records.py documents the other columns, and crash_guard.py the table `crash_guard`.
+records.py documents the other columns, models/step_metrics.py the table `steps`, and crash_guard.py
+the table `crash_guard`.
 """
 
-VERSION = 1
+VERSION = 2
 """The version of the tables. The database stores it, and a server opens only its own version."""
 
 SCHEMA = """
@@ -43,6 +47,12 @@ CREATE TABLE models (
 CREATE INDEX models_of_tenant ON models (tenant, created);
 CREATE INDEX models_of_session ON models (session);
 
+CREATE TABLE steps (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    model TEXT NOT NULL, step INTEGER NOT NULL, metrics TEXT NOT NULL
+) STRICT;
+CREATE INDEX steps_of_model ON steps (model, id);
+
 CREATE TABLE samplers (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, session TEXT NOT NULL,
     base_model TEXT NOT NULL, model_path TEXT, model TEXT, seq INTEGER, source TEXT,
@@ -54,7 +64,7 @@ CREATE INDEX samplers_of_session ON samplers (session);
 CREATE TABLE requests (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, kind TEXT NOT NULL, owner TEXT NOT NULL,
     seq INTEGER NOT NULL, state TEXT NOT NULL, digest BLOB,
-    accepted REAL NOT NULL, finished REAL,
+    accepted REAL NOT NULL, begun REAL, finished REAL,
     body_bytes INTEGER NOT NULL DEFAULT 0, result_bytes INTEGER NOT NULL DEFAULT 0,
     message TEXT, category TEXT, error_class TEXT,
     body_file TEXT, result_file TEXT, body BLOB, result BLOB

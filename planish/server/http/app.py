@@ -5,6 +5,7 @@
     routes_training       creating, training, saving and loading models
     routes_sampling       samplers, samples, and the results of all requests
     routes_checkpoints    training runs, checkpoints, tokenizers
+    routes_traces         timelines of sessions for Perfetto
     downloads             the files of checkpoints
     this module           the application, health checks, and endpoints that are not offered
 
@@ -28,7 +29,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import BaseRoute, Match, Route
 
 from planish.errors import PlanishError
 from planish.server.http import (
@@ -36,6 +37,7 @@ from planish.server.http import (
     routes_checkpoints,
     routes_sampling,
     routes_sessions,
+    routes_traces,
     routes_training,
 )
 from planish.server.http.context import API, HttpState, RequestContext, endpoint, json_response
@@ -51,6 +53,7 @@ _ROUTE_MODULES = (
     routes_training,
     routes_sampling,
     routes_checkpoints,
+    routes_traces,
     downloads,
 )
 
@@ -58,7 +61,7 @@ _log = logging.getLogger("planish.server")
 
 
 def create_app(
-    server: Server, settings: HttpSettings | None = None, other_routes: Sequence[Route] = ()
+    server: Server, settings: HttpSettings | None = None, other_routes: Sequence[BaseRoute] = ()
 ) -> Starlette:
     """Return the application. Its lifespan starts and stops the server. Setting the events
     `app.state.http.stopping` and `app.state.http.ending` stops it earlier (graceful_stop.py).
@@ -167,7 +170,9 @@ def _allowed_methods(request: Request) -> str:
     routes = [
         route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE
     ]
-    return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
+    return ", ".join(
+        sorted({method for route in routes for method in getattr(route, "methods", None) or ()})
+    )
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
@@ -197,7 +202,6 @@ _UNSUPPORTED_ENDPOINTS = {
     "POST /retrieve_futures": "request each result with /retrieve_future "
     "(sample_use_retrieve_futures is false)",
     "PUT /sessions/{session_id}/project": "this server has no projects",
-    "GET /sessions/{session_id}/trace_export": "this server keeps no traces of sessions",
     "GET /audit": "this server keeps no audit log",
     "GET /billing/usage/events": "this server bills nothing",
     "GET /billing/usage/checkpoints/current": "this server bills nothing; `GET "

@@ -23,6 +23,7 @@ from planish.server.durable.retries import retry_until_memory_suffices
 from planish.server.models import steps
 from planish.server.models.adapter import ModelAdapter
 from planish.server.models.request_queue import InFlight, QueueItem
+from planish.server.models.step_metrics import StepMetrics
 from planish.server.models.steps import Steps, SubmittedRequest
 from planish.server.request import (
     Request,
@@ -73,6 +74,7 @@ class ModelActor:
         self.queue = adapter.queue
         self.in_flight: InFlight = adapter.in_flight
         self.worker: asyncio.Task[None] | None = None
+        self._step_metrics = StepMetrics(adapter.id)
         self._request_log, self._forget = request_log, forget
         self._turns, self._steps, self._settlement = turns, steps, settlement
 
@@ -264,7 +266,7 @@ class ModelActor:
         return self.adapter.spawn(self._answer(submitted))
 
     async def _answer(self, submitted: SubmittedRequest) -> None:
-        request, transaction_hook = submitted.request, None
+        request, transaction_hook, result = submitted.request, None, None
         try:
             result = await submitted.future
             answer: Done | Failed = await retry_until_memory_suffices(
@@ -285,6 +287,8 @@ class ModelActor:
         seconds = self._steps.clock.charge(submitted.submitted_at)
         self.adapter.state.add_cost(submitted.operation, seconds, request.row.body_bytes)
         await self.in_flight.wait_for_earlier(request.seq)
+        if isinstance(answer, Done) and transaction_hook is None:
+            transaction_hook = self._step_metrics.note(submitted.operation, result, seconds)
         self._settle(request, answer, transaction_hook)
 
     def _settle(

@@ -144,6 +144,13 @@ def _(bench: Bench) -> None:
     ).sequences
 
 
+@probe("RestClient.export_session_trace", "and the file")
+def _(bench: Bench) -> None:
+    url = value(bench.rest.export_session_trace(_session(bench)))
+    with urllib.request.urlopen(url, timeout=TIMEOUT) as file:
+        assert bench.training.model_id.encode() in file.read()
+
+
 @probe("RestClient.list_sessions")
 def _(bench: Bench) -> None:
     _ = bench.training
@@ -214,9 +221,6 @@ _refused(
     lambda bench: bench.rest,
     lambda bench: (_session(bench), "project"),
 )
-_refused(
-    "RestClient.export_session_trace", lambda bench: bench.rest, lambda bench: (_session(bench),)
-)
 for _name, _client in (
     ("RestClient", lambda bench: bench.rest),
     ("AdminClient", lambda bench: bench.admin),
@@ -257,5 +261,6 @@ _rest_pair("get_external_weights_urls_async", lambda bench: (bench.external,))
 _rest_pair("get_checkpoint_archive_url_from_tinker_path_async", lambda bench: (bench.weights,))
 _rest_pair("copy_weights_async", lambda bench: (bench.state, "archive"))
 _rest_pair("list_sessions_async", lambda bench: ())
+_rest_pair("export_session_trace_async", lambda bench: (_session(bench),))
 _rest_pair("get_session_async", lambda bench: (_session(bench),))
 _rest_pair("get_sampler_async", lambda bench: (bench.sampler._sampling_session_id,))
