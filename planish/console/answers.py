@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from planish.console.advice import RunFacts, findings
-from planish.console.catalog import PLACE_OPTIONS, Catalog, sweeps
+from planish.console.catalog import PLACE_OPTIONS, RunCatalog, sweeps
 from planish.console.checkpoint_rows import checkpoint_rows
 from planish.console.evaluations import evaluations
 from planish.console.recorded_command import command_text
@@ -37,7 +37,7 @@ MAIN_METRICS: tuple[tuple[tuple[str, ...], str], ...] = (
         ("optim/kl_sample_train_v2", "kl_sample_train_v2"),
         "do sampler and trainer compute the same policy?",
     ),
-    (("train_mean_nll",), "does it fit the training data?"),
+    (("train_mean_nll", "loss_per_token"), "does it fit the training data?"),
     (("test/nll",), "does it fit data that it has not seen?"),
     (("accuracy",), "are pairs told apart?"),
     (("margin",), "how far apart are the rewards of a pair?"),
@@ -46,6 +46,7 @@ MAIN_METRICS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("optim/grad_norm", "grad_norm"), "are single steps far larger than others?"),
     (("optim/lr", "learning_rate"), "how large are the steps?"),
     (("time/total",), "how long does a step take?"),
+    (("num_tokens",), "how much data does a step have?"),
 )
 """The metrics of the first charts with their questions: the first six that a run has."""
 _NUM_MAIN_METRICS = 6
@@ -93,7 +94,7 @@ class Parameters:
 class Answers:
     """Answers the requests of the console's pages."""
 
-    def __init__(self, catalog: Catalog, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, catalog: RunCatalog, *, clock: Callable[[], float] = time.time) -> None:
         self.catalog = catalog
         self._clock = clock
         self._sweeps: tuple[tuple[str, ...], list[dict[str, Any]]] = ((), [])

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from planish.console.run_reader import RunReader, config_text
 from planish.errors import UserError
@@ -19,6 +19,22 @@ PLACE_OPTIONS = frozenset({"log_path", "wandb_name", "base_url"})
 """Options that say where a run is, not what it does. Comparisons leave them out."""
 
 
+class RunCatalog(Protocol):
+    """The runs that a console shows: those of directories, or those of a server."""
+
+    roots: Sequence[Path]
+    is_cut: bool
+    """Whether there are more runs than those that are shown."""
+
+    def runs(self) -> Sequence[RunReader]:
+        """Return all runs."""
+        ...
+
+    def run(self, run_id: str) -> RunReader:
+        """Return one run. Raises LookupError with a message if there is none."""
+        ...
+
+
 class Catalog:
     """Finds runs and keeps their readers. A directory that appears later is found later."""
 
@@ -29,7 +45,7 @@ class Catalog:
         for root in roots:
             if not root.is_dir():
                 raise UserError(f"DIR {root}: there is no such directory; give directories of runs")
-        self.roots = [root.resolve() for root in roots]
+        self.roots: Sequence[Path] = [root.resolve() for root in roots]
         self._names = _root_names(self.roots)
         self._readers: dict[str, RunReader] = {}
         self._lock = threading.Lock()

@@ -21,7 +21,13 @@ from planish.console.run_state import state_of
 from planish.reports.rollout_index import INDEX
 from planish.runlog.run_directory import CHECKPOINTS, CODE_DIFF, CONFIG, METRICS
 
-REWARDS = ("env/all/reward/total", "reward/total", "test/env/all/correct", "train_mean_nll")
+REWARDS = (
+    "env/all/reward/total",
+    "reward/total",
+    "test/env/all/correct",
+    "train_mean_nll",
+    "loss_per_token",
+)
 """The metrics that stand for a run in the list of runs; the first that the run has."""
 _SPARKLINE_POINTS = 60
 _MAX_CONFIG_BYTES = 4 << 20
@@ -140,30 +146,38 @@ class RunReader:
             reward = next((name for name in REWARDS if name in metrics.columns), None)
             spark = metrics.series(reward, _SPARKLINE_POINTS) if reward else None
             seconds = metrics.values(STEP_SECONDS)[1]
-            metrics_time = _modified(self.path / METRICS)
             return {
                 "id": self.id,
                 "path": str(self.path),
                 "model": _text(self.config.get("model_name")),
                 "recipe": _text(self.config.get("recipe_name"))
                 or _text(self.config.get("__chz_type__")).rpartition(":")[0],
-                "state": state_of(
-                    self.path,
-                    self.checkpoints,
-                    metrics.last_step,
-                    metrics_time,
-                    float(seconds[-1]) if len(seconds) else None,
-                ),
+                "state": self.state(),
                 "step": metrics.last_step,
                 "num_steps": self._num_steps(),
                 "reward_name": reward,
                 "reward": metrics.last(reward) if reward else None,
                 "sparkline": [] if spark is None else spark.y,
                 "seconds": float(np.sum(seconds)) if len(seconds) else None,
-                "updated": metrics_time,
+                "updated": self.updated(),
                 "num_checkpoints": len(self.checkpoints),
                 "num_problems": len(self.problems()),
             }
+
+    def state(self) -> str:
+        """Return the state of the run (run_state.py)."""
+        seconds = self.metrics.values(STEP_SECONDS)[1]
+        return state_of(
+            self.path,
+            self.checkpoints,
+            self.metrics.last_step,
+            self.updated(),
+            float(seconds[-1]) if len(seconds) else None,
+        )
+
+    def updated(self) -> float | None:
+        """Return the time of the last change of the metrics; None if there are none."""
+        return _modified(self.path / METRICS)
 
     def _num_steps(self) -> int | None:
         """Return the number of steps that the run will have, from the progress that it logs."""

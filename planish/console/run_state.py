@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 FINISHED, RUNNING, STOPPED, CRASHED, EMPTY = "finished", "running", "stopped", "crashed", "empty"
+IDLE = "idle"
 """The states. A crashed run has metrics of steps after its last checkpoint; a stopped run has not,
 so no step is trained again. An empty run has no step and no checkpoint, and no process has its
-lock.
+lock. Only runs of a server are idle: they take requests, and got none for a while.
 """
 LOCK = ".lock"
 _LOCKS = Path("/proc/locks")

@@ -52,6 +52,8 @@ class ServeOptions:
     model_aliases: Mapping[str, str] = field(default_factory=dict)
     """Maps further names of checkpoints, for OpenAI clients, to their paths."""
     adapter_dir: Path | None = None
+    console: bool = False
+    """Whether /console has pages for browsers."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -121,6 +123,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--adapter-dir DIR",
         "directory below which the operator loads adapters with POST /v1/load_lora_adapter",
         type=Path,
+    )
+    add(
+        "--console",
+        "pages at /console that show sessions, runs, queue, adapters and disk (docs/guide/console.md)",
+        action="store_true",
     )
     add(
         "--truncate-max-tokens",
@@ -246,6 +253,7 @@ def options_of(arguments: argparse.Namespace) -> ServeOptions:
         public_url=arguments.public_url,
         truncate_max_tokens=arguments.truncate_max_tokens,
         adapter_dir=arguments.adapter_dir,
+        console=arguments.console,
         model_aliases=parse_pairs("--model-alias", "NAME=PATH", arguments.model_aliases),
     )
 

@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from types import FrameType
 import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
+from starlette.routing import BaseRoute
 
 from planish.engine.engine import Engine
 from planish.engine.memory import (
@@ -62,6 +63,9 @@ from planish.server.tokenizer_cache import cache_tokenizer, hub_names
 from planish.server.uploads import ImportAdapter, Uploads
 
 __all__ = ["ServeOptions", "serve"]
+
+ConsoleRoutes = Callable[[Server, HttpSettings], list[BaseRoute]]
+"""Returns the routes of the console's pages."""
 
 _KEEP_ALIVE_SECONDS = 120
 """How long the server keeps idle connections open. Clients close idle connections earlier. If the
@@ -115,9 +119,14 @@ class _CheckedOptions:
     plan: MemoryPlan
 
 
-def serve(options: ServeOptions, import_adapter: ImportAdapter | None = None) -> int:
+def serve(
+    options: ServeOptions,
+    import_adapter: ImportAdapter | None = None,
+    console_routes: ConsoleRoutes | None = None,
+) -> int:
     """Run the server until it stops, and return the exit status of the process: 0 after a graceful
     stop. `import_adapter` is that of export/importing.py; without it, nothing can be uploaded.
+    `console_routes` is that of console/server_app.py, for `ServeOptions.console`.
     """
     set_up_logging(options.log_format, options.log_level)
     sys.setswitchinterval(_GIL_SWITCH_SECONDS)
@@ -142,7 +151,10 @@ def serve(options: ServeOptions, import_adapter: ImportAdapter | None = None) ->
             directories, checked.data_dir, options.engine, checked.memory, only_these_models=True
         )
         server = _UvicornServer(
-            _application(engine, checked, import_adapter), engine, checked, connections
+            _application(engine, checked, import_adapter, console_routes),
+            engine,
+            checked,
+            connections,
         )
         server.run([listener])
     if server.fault is not None:
@@ -166,7 +178,10 @@ def _check_options(options: ServeOptions) -> _CheckedOptions:
 
 
 def _application(
-    engine: Engine, checked: _CheckedOptions, import_adapter: ImportAdapter | None
+    engine: Engine,
+    checked: _CheckedOptions,
+    import_adapter: ImportAdapter | None,
+    console_routes: ConsoleRoutes | None,
 ) -> Starlette:
     options, models = checked.options, checked.models
     server = Server(engine, checked.data_dir, list(models), options.settings)
@@ -180,7 +195,7 @@ def _application(
     )
     registry = CollectorRegistry()
     registry.register(SubstitutedLosses(engine.substitutions))
-    other_routes = [
+    other_routes: list[BaseRoute] = [
         *routes_sampling.PLANISH_ROUTES,
         *routes.routes(
             server,
@@ -196,6 +211,8 @@ def _application(
         if options.adapter_dir is not None:
             adapters = LoraAdapters(server, uploads, options.adapter_dir, options.model_aliases)
             other_routes += adapters.routes()
+    if options.console and console_routes is not None:
+        other_routes += console_routes(server, http)
     app = create_app(server, http, other_routes)
     app.add_middleware(AccessLog, metrics=RequestMetrics(registry))
     return app
@@ -425,6 +442,8 @@ def _log_ready(url: str, checked: _CheckedOptions) -> None:
         else f", with a KEY from {file}"
     )
     _log.info("ready at %s", url)
+    if checked.options.console:
+        _log.info("console at %s/console/", checked.options.public_url or url)
     _log.info(
         "use it with the tinker SDK: TINKER_BASE_URL=%s TINKER_API_KEY=%s%s", url, key, access_note
     )

@@ -15,8 +15,9 @@ from rollout_samples import NASTY, group, single
 from sample_runs import questions_of_step, rl_metrics, write_run
 
 from planish.console.answers import Answers
-from planish.console.app import CSP, STATIC, create_app
+from planish.console.app import create_app
 from planish.console.catalog import Catalog
+from planish.console.web import CSP, STATIC
 from planish.errors import UserError
 from planish.files import RowFile, write_atomically
 from planish.reports.rollout_index import INDEX

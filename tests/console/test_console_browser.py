@@ -1,8 +1,6 @@
 """The console in a real browser: what a person sees, clicks and types."""
 
 import json
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,14 @@ from digit_env import DigitsBuilder
 from http_thread import serving_app
 from rollout_samples import NASTY, group, single
 from sample_runs import reward_curve, rl_metrics, write_run
+from watched_page import CHROMIUM, PACKAGES, Watched, panel, serious_faults
 
 from planish import ServiceClient
 from planish.console.actions import Actions
 from planish.console.answers import Answers
-from planish.console.app import STATIC, create_app
+from planish.console.app import create_app
 from planish.console.catalog import Catalog
+from planish.console.web import STATIC
 from planish.files import RowFile
 from planish.processes.interruption import run_coroutine
 from planish.rl.types import RolloutError
@@ -25,8 +25,6 @@ from planish.testing import tiny_model
 from planish.training.rl_config import Config
 from planish.training.train_rl import main
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-PACKAGES = Path(sys.prefix) / "node_modules"
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.slow,
@@ -67,52 +65,6 @@ def url(runs) -> Iterator[str]:
         yield address
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield started
-        started.close()
-
-
-class Watched:
-    """A page whose errors and foreign requests fail the test."""
-
-    def __init__(self, browser: Any, **options: Any) -> None:
-        self.context = browser.new_context(
-            **{"viewport": {"width": 1400, "height": 900}, **options}
-        )
-        self.context.set_default_timeout(60_000)
-        self.page = self.context.new_page()
-        self.errors: list[str] = []
-        self.requests: list[str] = []
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", self._on_message)
-        self.page.on("request", lambda request: self.requests.append(request.url))
-
-    def _on_message(self, message: Any) -> None:
-        if message.type in ("error", "warning"):
-            self.errors.append(message.text)
-
-    def close(self) -> None:
-        self.context.close()
-        assert self.errors == []
-        local = ("http://127.0.0.1:", "data:", "file:", "about:")
-        assert [each for each in self.requests if not each.startswith(local)] == []
-
-
-@pytest.fixture
-def watched(browser) -> Iterator[Watched]:
-    found = Watched(browser)
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def page(watched) -> Any:
-    return watched.page
-
-
 @pytest.fixture
 def own(tmp_path, page) -> Iterator[tuple[Any, str, Path]]:
     """A page, the address of a console of the test's own directory, and this directory."""
@@ -121,10 +73,6 @@ def own(tmp_path, page) -> Iterator[tuple[Any, str, Path]]:
     with serving_app(create_app(Answers(Catalog([root])))) as address:
         yield page, address, root
         page.goto("about:blank")
-
-
-def panel(page: Any, metric: str) -> Any:
-    return page.locator(f'.panel[data-metric="{metric}"]')
 
 
 REWARD = "env/all/reward/total"
@@ -369,22 +317,14 @@ def test_a_missing_run_has_a_message(browser, url):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_view_has_serious_faults_of_accessibility(browser, url, scheme):
-    axe = PACKAGES / "axe-core/axe.min.js"
-    if not axe.is_file():
+    if not (PACKAGES / "axe-core/axe.min.js").is_file():
         pytest.skip("npm has not installed axe-core here")
     found = Watched(browser, color_scheme=scheme, bypass_csp=True)
     for view in (*VIEWS, "group"):
         found.page.goto(f"{url}/{view}?run={FIRST}&split=train&step=12&group=1" if view else url)
         expect(found.page.locator("main")).not_to_have_attribute("aria-busy", "true")
         expect(found.page.locator("main :is(h1, canvas, .notice)").first).to_be_visible()
-        found.page.evaluate(axe.read_text())
-        result = found.page.evaluate("axe.run()")
-        serious = [
-            (fault["id"], [node["target"] for node in fault["nodes"]][:3])
-            for fault in result["violations"]
-            if fault["impact"] in ("serious", "critical")
-        ]
-        assert serious == [], view
+        assert serious_faults(found.page) == [], view
     found.close()
 
 

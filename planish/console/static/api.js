@@ -6,7 +6,15 @@ export const exported = embedded ? JSON.parse(embedded.textContent) : null;
 export const BASE = root.dataset.base ?? "";
 const cache = new Map();
 
-export class RequestError extends Error {}
+/** The names of the views that this page has; the first one is at the address of the console itself. */
+export const SHOWN_VIEWS = exported ? exported.views : root.dataset.views.split(" ");
+
+export class RequestError extends Error {
+  constructor(message, status = 0) {
+    super(message);
+    this.status = status;
+  }
+}
 
 /** Return the path of a request in its canonical form: parameters sorted, empty ones left out. */
 export function requestPath(path, params = {}) {
@@ -33,7 +41,7 @@ export async function get(path, params = {}, signal) {
   }
   if (response.status === 304 && known) return known.answer;
   const answer = await response.json().catch(() => ({ error: `The console answered with status ${response.status}.` }));
-  if (!response.ok) throw new RequestError(answer.error ?? `status ${response.status}`);
+  if (!response.ok) throw new RequestError(answer.error ?? `status ${response.status}`, response.status);
   cache.delete(key);
   cache.set(key, { etag: response.headers.get("ETag") ?? "", answer });
   if (cache.size > 200) cache.delete(cache.keys().next().value);
@@ -42,7 +50,7 @@ export async function get(path, params = {}, signal) {
 
 /** Return whether this browser may act on runs: the console allows it, and the page has its key. */
 export async function actionsAllowed(signal) {
-  return !exported && (await get("actions", {}, signal)).allowed;
+  return !exported && SHOWN_VIEWS.includes("chat") && (await get("actions", {}, signal)).allowed;
 }
 
 /** Send an action. The console takes it only from its own pages. */
@@ -72,12 +80,31 @@ export async function* postParts(path, body, signal) {
   }
 }
 
-/** Call `work` now and then every `milliseconds`, until `signal` aborts. A hidden page pauses. */
-export function poll(work, milliseconds, signal) {
+/** Call `work` now and then every `milliseconds`, until `signal` aborts. A hidden page pauses. The first failure
+ * is the caller's; later ones are shown above the page, which keeps what it has and tries again. */
+export async function poll(work, milliseconds, signal) {
+  await work();
+  showStale(null);
   const turn = async () => {
     if (signal.aborted) return;
-    if (!document.hidden) await work();
-    if (!signal.aborted && !exported) setTimeout(turn, milliseconds);
+    try {
+      if (!document.hidden) {
+        await work();
+        showStale(null);
+      }
+    } catch (error) {
+      if (signal.aborted) return;
+      if (error.status === 401) return location.reload();
+      showStale(error);
+      if (!(error instanceof RequestError)) console.error(error);
+    }
+    setTimeout(turn, milliseconds);
   };
-  return turn();
+  if (!signal.aborted && !exported) setTimeout(turn, milliseconds);
+}
+
+function showStale(error) {
+  const stale = document.getElementById("stale");
+  stale.hidden = !error;
+  stale.textContent = error ? `This page is not up to date. ${error.message}` : "";
 }

@@ -1,6 +1,6 @@
 // The frame of all views: navigation, selected runs, theme and keys.
 
-import { exported, RequestError } from "./api.js";
+import { exported, RequestError, SHOWN_VIEWS } from "./api.js";
 import { chatView } from "./chat.js";
 import { checkpointsView } from "./checkpoints.js";
 import { curvesView } from "./curves.js";
@@ -12,9 +12,14 @@ import { optionsView } from "./options.js";
 import { go, link, onMove, place } from "./place.js";
 import { rolloutsView } from "./rollouts.js";
 import { runsView } from "./runs.js";
+import { loginForm, serverView } from "./server.js";
+import { sessionsView, sessionView } from "./sessions.js";
 
 const VIEWS = {
-  runs: { title: "Runs", show: runsView },
+  server: { title: "Server", show: serverView, needsNoRun: true },
+  sessions: { title: "Sessions", show: sessionsView, needsNoRun: true },
+  session: { title: "Session", show: sessionView, needsNoRun: true, isHidden: true },
+  runs: { title: "Runs", show: runsView, needsNoRun: true },
   curves: { title: "Curves", show: curvesView, several: true },
   rollouts: { title: "Rollouts", show: rolloutsView },
   group: { title: "Group", show: groupView, isHidden: true },
@@ -34,10 +39,10 @@ let leaving = new AbortController();
 let keyHandler = null;
 
 function drawFrame(view, runs) {
-  const shown = Object.entries(VIEWS).filter(([name, { isHidden }]) => !isHidden && (!exported || exported.views.includes(name)));
+  const shown = Object.entries(VIEWS).filter(([name, { isHidden }]) => !isHidden && SHOWN_VIEWS.includes(name));
   fill(tabs, ...shown.map(([name, { title, several }]) => {
-    const isHere = name === view || (view === "group" && name === "rollouts");
-    const address = name === "runs" ? link("runs", { run: runs }) : link(name, { run: several ? runs : runs.slice(0, 1) });
+    const isHere = name === view || (view === "group" && name === "rollouts") || (view === "session" && name === "sessions");
+    const address = VIEWS[name].needsNoRun && name !== "runs" ? link(name) : name === "runs" ? link("runs", { run: runs }) : link(name, { run: several ? runs : runs.slice(0, 1) });
     return h("a", { href: address, "data-go": true, "aria-current": isHere ? "page" : null }, title);
   }));
   fill(chips, ...runs.map((run, index) => h("span", { class: "run-chip", vars: { c: runColor(index) } }, run,
@@ -51,9 +56,9 @@ async function show() {
   keyHandler = null;
   const signal = leaving.signal, { view, params } = place(), runs = params.getAll("run");
   drawFrame(view, runs);
-  const chosen = VIEWS[view];
+  const chosen = SHOWN_VIEWS.includes(view) ? VIEWS[view] : null;
   if (!chosen) return fill(main, notice("There is no such view.", "Choose one above."));
-  if (!runs.length && view !== "runs") {
+  if (!runs.length && !chosen.needsNoRun) {
     return fill(main, notice("No run is chosen.", h("a", { href: link("runs"), "data-go": true }, "Choose one in the list of runs.")));
   }
   const area = h("div", { class: `view ${view}` });
@@ -63,6 +68,7 @@ async function show() {
     await chosen.show(area, { runs, run: runs[0], params, signal, onKey: (handler) => { keyHandler = handler; } });
   } catch (error) {
     if (signal.aborted || error.name === "AbortError") return;
+    if (error.status === 401) return fill(area, loginForm(error.message, show));
     if (!(error instanceof RequestError)) console.error(error);
     fill(area, notice("This view cannot be shown.", error.message));
   } finally {

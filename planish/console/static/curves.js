@@ -1,6 +1,6 @@
 // The curves of one or several runs, while they grow.
 
-import { exported, get, poll } from "./api.js";
+import { exported, get, poll, SHOWN_VIEWS } from "./api.js";
 import { Chart } from "./chart.js";
 import { debounce, fill, h, notice, number, problems, select, table } from "./dom.js";
 import { go, link, setParams } from "./place.js";
@@ -37,7 +37,7 @@ export async function curvesView(area, { runs, params, signal, onKey }) {
       select(SMOOTH, state.smooth, (value) => { state.smooth = value; changed(); }, "smoothing"),
       select([["step", "by step"], ["time", "by training time"]], state.axis, (value) => { state.axis = value; state.zoom = null; changed(); }, "horizontal axis"),
       resetZoom, !exported && h("a", { class: "button", href: `export?${new URLSearchParams(runs.map((run) => ["run", run]))}`, download: "" }, "Save as one file")),
-    status, note, h("p", { class: "soft hint" }, "Click a point to read the rollouts of its step. Drag to zoom all charts; 0 shows everything again."), grid);
+    status, note, h("p", { class: "soft hint" }, `${SHOWN_VIEWS.includes("rollouts") ? "Click a point to read the rollouts of its step. " : ""}Drag to zoom all charts; 0 shows everything again.`), grid);
   onKey((event) => { if (event.key === "0") zoomTo(null, null); });
 
   function zoomTo(low, high) {
@@ -56,7 +56,7 @@ export async function curvesView(area, { runs, params, signal, onKey }) {
   }
   function pick(run, step) {
     const params = { run, step_from: step, step_to: step };
-    if (!exported || exported.views.includes("rollouts")) go(link("rollouts", params));
+    if (SHOWN_VIEWS.includes("rollouts")) go(link("rollouts", params));
   }
   function layOut() {
     for (const [metric, chart] of charts) if (!state.metrics.includes(metric)) { chart.destroy(); charts.delete(metric); }

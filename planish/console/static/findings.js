@@ -1,6 +1,6 @@
 // What is wrong: each finding with its reason, a remedy, and links to curves and rollouts.
 
-import { exported, get, poll } from "./api.js";
+import { get, poll, SHOWN_VIEWS } from "./api.js";
 import { fill, h, notice, number, problems } from "./dom.js";
 import { link } from "./place.js";
 
@@ -12,7 +12,7 @@ export async function findingsView(area, { run, signal }) {
     const answer = await get("findings", { run }, signal);
     if (answer === last) return;
     last = answer;
-    const shows = (view) => !exported || exported.views.includes(view);
+    const shows = (view) => SHOWN_VIEWS.includes(view);
     fill(area, h("h1", {}, "What is wrong"), problems(answer.problems),
       answer.findings.length ? h("ol", { class: "findings" }, answer.findings.map((finding) => h("li", { class: `card finding ${finding.severity}` },
         h("header", {}, h("span", { class: "severity" }, LABELS[finding.severity]), h("h2", {}, finding.title)),

@@ -1,6 +1,6 @@
 // The state of the page is its address, so every view has a link.
 
-import { BASE, exported } from "./api.js";
+import { BASE, exported, SHOWN_VIEWS } from "./api.js";
 
 const listeners = [];
 
@@ -8,7 +8,7 @@ const listeners = [];
 export function place() {
   const address = exported ? new URL(location.hash.slice(1) || exported.start, "http://exported") : new URL(location.href);
   const path = exported ? address.pathname : address.pathname.slice(BASE.length);
-  return { view: path.replace(/^\/|\/$/g, "") || (exported ? "curves" : "runs"), params: address.searchParams };
+  return { view: path.replace(/^\/|\/$/g, "") || SHOWN_VIEWS[0], params: address.searchParams };
 }
 
 /** Return the address of a view. `params`: a value, or a list of values, by name. */
@@ -17,7 +17,7 @@ export function link(view, params = {}) {
   for (const [name, value] of Object.entries(params)) {
     for (const one of Array.isArray(value) ? value : [value]) if (one !== null && one !== undefined && one !== "") query.append(name, String(one));
   }
-  const path = `/${view === "runs" ? "" : view}${query.size ? `?${query}` : ""}`;
+  const path = `/${view === SHOWN_VIEWS[0] ? "" : view}${query.size ? `?${query}` : ""}`;
   return exported ? `#${path}` : `${BASE}${path}`;
 }
 

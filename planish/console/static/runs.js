@@ -6,7 +6,7 @@ import { go, link, setParams } from "./place.js";
 
 const STATE_HINTS = {
   running: "a process works on it", finished: "all steps are done", stopped: "it can be resumed, and no step is repeated",
-  crashed: "it can be resumed; steps after its last checkpoint are trained again", empty: "it has no step and no checkpoint yet",
+  crashed: "it can be resumed; steps after its last checkpoint are trained again", empty: "it has no step and no checkpoint yet", idle: "it takes requests, and got none for some minutes",
 };
 
 export async function runsView(area, { params, signal, onKey }) {
@@ -22,7 +22,7 @@ export async function runsView(area, { params, signal, onKey }) {
     const found = answer.runs.filter((run) => words.every((word) => `${run.id} ${run.model} ${run.recipe} ${run.state}`.toLowerCase().includes(word)));
     const focused = document.activeElement?.closest?.("tr")?.dataset.key;
     if (!answer.runs.length) {
-      fill(list, notice("There are no runs here yet.", `A run is a directory with metrics.jsonl. Looked in: ${answer.roots.join(", ")}`, "A run that starts there appears by itself."));
+      fill(list, notice("There are no runs here yet.", answer.roots.length ? `A run is a directory with metrics.jsonl. Looked in: ${answer.roots.join(", ")}` : "A client that creates a training model begins one.", "A run that starts appears by itself."));
     } else if (!found.length) fill(list, notice("No run matches the search."));
     else fill(list, table(COLUMNS(toggle, chosen), found, { caption: "Runs", key: (run) => run.id, onOpen: (run) => go(link("curves", { run: run.id })) }));
     if (focused) list.querySelector(`tr[data-key="${CSS.escape(focused)}"]`)?.focus();

@@ -40,6 +40,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from planish.errors import UserError
 
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 300)
+_CONSOLE_PATH = "/console/"
+"""Pages of the console ask every two seconds."""
 _POLLED_ROUTES = (
     "/retrieve_future",
     "/session_heartbeat",
@@ -124,7 +126,8 @@ class AccessLog:
         method = scope["method"] if is_known else "any"
         self.metrics.seconds.labels(method, route, str(response.status)).observe(response.seconds)
         is_expected = response.status < 400 or response.status == _POLL_AGAIN_STATUS
-        level = logging.DEBUG if is_expected and route.endswith(_POLLED_ROUTES) else logging.INFO
+        is_polled = route.endswith(_POLLED_ROUTES) or scope["path"].startswith(_CONSOLE_PATH)
+        level = logging.DEBUG if is_expected and is_polled else logging.INFO
         if _log.isEnabledFor(level):
             _log.log(
                 level,
