@@ -27,7 +27,7 @@ EXTRAS := 'planish[inspect,trackio,verifiers]' trl bitsandbytes sentencepiece pl
 	anthropic langchain-openai litellm openai-agents 'lm-eval[api]' 'pydantic-ai-slim[openai]' \
 	aiohttp blobfile cloudpickle pylatexenc termcolor tiktoken
 # The tests that are skipped, in whole or in part, where these packages are not installed.
-EXTRAS_TESTS ?= tests/console/test_console_browser.py tests/cookbook tests/evaluation/test_inspect.py tests/export/test_trl.py \
+EXTRAS_TESTS ?= tests/console/test_console_browser.py tests/cookbook tests/evaluation/test_inspect.py tests/evaluation/test_inspect_logs.py tests/export/test_trl.py \
 	tests/datasets/test_trl_files.py tests/model/test_bitsandbytes.py \
 	tests/model/test_sentencepiece_oracle.py tests/recipes/test_fresh_runs.py \
 	tests/renderers/test_renderer_oracles.py \

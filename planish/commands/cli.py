@@ -10,6 +10,7 @@
     planish replay RUN           sample recorded rollouts again, and compare them bit for bit
     planish trace RUN            write a timeline of a traced run for Perfetto
     planish eval TASK            evaluate a model or checkpoint on GSM8K, MATH-500 or your questions
+    planish inspect-logs DIR     write evaluations as logs that `inspect view` shows
     planish run SCRIPT           run an unmodified script for the tinker SDK, without a server
     planish serve                serve the engine to the tinker SDK and to clients of OpenAI's API
     planish runs                 list training runs of a server or of this machine
@@ -43,6 +44,7 @@ COMMANDS = {
     "replay": "sample recorded rollouts again, and compare them bit for bit",
     "trace": "write a timeline of a run that had enable_trace=True, for Perfetto (trace.json)",
     "eval": "evaluate a model or checkpoint on GSM8K, MATH-500 or your own questions",
+    "inspect-logs": "write evaluations as log files of Inspect, which `inspect view` shows",
     "run": "run a script written for the tinker SDK or its cookbook, unmodified, without a server",
     "serve": "serve base models to the tinker SDK, planish clients and OpenAI clients",
     "rollouts": "show the rollouts of a run: prompts, answers and rewards",
@@ -53,7 +55,10 @@ COMMANDS = {
     "chat": "talk with a base model or a checkpoint in the terminal",
 }
 """The subcommands, each with its help."""
-OTHER_MODULES = {"eval": "planish.commands.evaluate"}
+OTHER_MODULES = {
+    "eval": "planish.commands.evaluate",
+    "inspect-logs": "planish.commands.inspect_logs",
+}
 """The modules of subcommands that are not planish.commands.NAME."""
 
 

@@ -1,5 +1,6 @@
 """What the console can do to runs, if it was started with --allow-actions: stop a run after its
-step, resume it, replay its rollouts, and chat with its checkpoints.
+step, resume it, replay its rollouts or continue them from another token, and chat with its
+checkpoints.
 
 An action is a POST request with the key of the console's address, which the browser keeps in a
 cookie (app.py). Stopping writes a file into the run directory; the run saves a checkpoint and exits
@@ -18,6 +19,7 @@ from planish import ServiceClient
 from planish.console.answers import BadRequest
 from planish.console.catalog import Catalog
 from planish.console.chat_sampler import Answer, ChatSampler, ShowFunction, create_chat_sampler
+from planish.console.continuation import AnswerPlace, alternatives, continued
 from planish.console.metric_table import is_number
 from planish.console.recorded_command import recorded_command
 from planish.console.replay import open_service, replay
@@ -28,6 +30,7 @@ from planish.runlog.run_directory import COMMAND, request_stop
 from planish.service import Service
 
 _MAX_CHAT_TOKENS = 4096
+_MAX_CONTINUATION_TEXT = 10_000
 OUTPUT = "resumed.log"
 """The file in the run directory that has the output of a resumed run."""
 
@@ -43,7 +46,13 @@ class Actions:
 
     def by_name(self) -> Mapping[str, Callable[[Row], Row]]:
         """Return the actions by their names in addresses."""
-        return {"stop": self.stop, "resume": self.resume, "replay": self.replay}
+        return {
+            "stop": self.stop,
+            "resume": self.resume,
+            "replay": self.replay,
+            "alternatives": self.alternatives,
+            "continue": self.continue_answer,
+        }
 
     def close(self) -> None:
         """Close the engines. Resumed runs keep running."""
@@ -110,6 +119,36 @@ class Actions:
             ]
         }
 
+    def alternatives(self, request: Row) -> Row:
+        """Return the most likely tokens at a place of a recorded answer."""
+        reader, place = self._run(request), _answer_place(request)
+        with self._lock:
+            found = alternatives(
+                reader,
+                place,
+                ServiceClient(service=self._service(reader)),
+                checkpoint=request.get("checkpoint") or None,
+            )
+        return {"alternatives": [asdict(each) for each in found]}
+
+    def continue_answer(self, request: Row) -> Row:
+        """Continue a recorded answer from a place on with other tokens, or with a text."""
+        reader, place = self._run(request), _answer_place(request)
+        given = request.get("tokens") or request.get("text")
+        is_text = isinstance(given, str) and len(given) <= _MAX_CONTINUATION_TEXT
+        is_tokens = isinstance(given, list) and all(type(token) is int for token in given)
+        if not (is_text or is_tokens):
+            raise BadRequest("continue needs tokens, a list of ids, or a text")
+        with self._lock:
+            turn = continued(
+                reader,
+                place,
+                given,
+                ServiceClient(service=self._service(reader)),
+                checkpoint=request.get("checkpoint") or None,
+            )
+        return {"turn": turn}
+
     def chat(self, request: Row) -> Iterator[Row]:
         """Check a request, and return the parts of the answer of a checkpoint, or of the run's base
         model if `model` is "". The last part says how the answer ended.
@@ -150,6 +189,15 @@ class Actions:
         reader = self._catalog.run(str(request.get("run", "")))
         reader.refresh_metrics()
         return reader
+
+
+def _answer_place(request: Row) -> AnswerPlace:
+    names = ("step", "group", "sample", "turn", "token")
+    numbers = {name: request.get(name) for name in names}
+    for name, value in numbers.items():
+        if type(value) is not int or value < 0:
+            raise BadRequest(f"{name}={value!r}: give a whole number")
+    return AnswerPlace(**numbers, split=str(request.get("split", "train")))  # pyright: ignore[reportArgumentType]
 
 
 def _service_key(reader: RunReader) -> str:

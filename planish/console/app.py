@@ -23,6 +23,8 @@ from starlette.staticfiles import StaticFiles
 
 from planish.console.actions import Actions
 from planish.console.answers import Answers, Parameters
+from planish.console.catalog import Catalog
+from planish.console.eval_directories import EvaluationAnswers
 from planish.console.row_tail import parse_object
 from planish.console.web import (
     STATIC,
@@ -57,6 +59,7 @@ _ANSWERS = (
     "checkpoints",
     "findings",
 )
+_EVALUATION_ANSWERS = ("evals", "eval_questions", "eval_question")
 
 
 def create_app(answers: Answers, actions: Actions | None = None, key: str = "") -> Starlette:
@@ -78,6 +81,10 @@ def create_app(answers: Answers, actions: Actions | None = None, key: str = "") 
     def export(request: Request) -> Response:
         return export_response(answers, request)
 
+    data = {name: getattr(answers, name) for name in _ANSWERS}
+    if isinstance(answers.catalog, Catalog):
+        evaluations = EvaluationAnswers(answers.catalog)
+        data |= {name: getattr(evaluations, name) for name in _EVALUATION_ANSWERS}
     acts: dict[str, Callable[[dict[str, Any]], Any]] = {}
     if actions is not None:
         acts = {**actions.by_name(), "chat": actions.chat}
@@ -86,7 +93,7 @@ def create_app(answers: Answers, actions: Actions | None = None, key: str = "") 
             Route("/", shell),
             *(Route(f"/{view}", shell) for view in VIEWS[1:]),
             Route("/export", export),
-            *(Route(f"/api/{name}", _data_endpoint(getattr(answers, name))) for name in _ANSWERS),
+            *(Route(f"/api/{name}", _data_endpoint(answer)) for name, answer in data.items()),
             Route("/api/actions", lambda request: json_response({"allowed": has_key(request)})),
             *(
                 Route(f"/api/{name}", _action_endpoint(act, has_key), methods=["POST"])

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from planish.console.run_reader import RunReader, config_text
 from planish.errors import UserError
+from planish.evaluation.files import SAMPLES
 from planish.runlog.run_directory import CHECKPOINTS, METRICS
 
 _MAX_DEPTH = 4
@@ -48,6 +49,7 @@ class Catalog:
         self.roots: Sequence[Path] = [root.resolve() for root in roots]
         self._names = _root_names(self.roots)
         self._readers: dict[str, RunReader] = {}
+        self._evaluations: dict[str, Path] = {}
         self._lock = threading.Lock()
         self._clock = clock
         self._next_scan = -float("inf")
@@ -57,10 +59,19 @@ class Catalog:
     def runs(self) -> list[RunReader]:
         """Return the readers of all runs, in the order of their ids."""
         with self._lock:
-            if self._clock() >= self._next_scan:
-                self._scan()
-                self._next_scan = self._clock() + _SCAN_SECONDS
+            self._scan_if_due()
             return [self._readers[run_id] for run_id in sorted(self._readers)]
+
+    def evaluations(self) -> dict[str, Path]:
+        """Return the directories of `planish eval` by their ids."""
+        with self._lock:
+            self._scan_if_due()
+            return self._evaluations
+
+    def _scan_if_due(self) -> None:
+        if self._clock() >= self._next_scan:
+            self._scan()
+            self._next_scan = self._clock() + _SCAN_SECONDS
 
     def run(self, run_id: str) -> RunReader:
         """Return the reader of one run. Raises LookupError with a message if there is none."""
@@ -76,34 +87,42 @@ class Catalog:
 
     def _scan(self) -> None:
         found: dict[str, Path] = {}
+        evaluations: dict[str, Path] = {}
         self.is_cut = False
         for root, name in zip(self.roots, self._names, strict=True):
-            for path in _run_directories(root, _MAX_DEPTH):
-                if len(found) == _MAX_RUNS:
+            for path, is_run in _found_directories(root, _MAX_DEPTH):
+                if len(found) == _MAX_RUNS or len(evaluations) == _MAX_RUNS:
                     self.is_cut = True
                     break
                 relative = path.relative_to(root).as_posix()
-                found[name if relative == "." else f"{name}/{relative}"] = path
+                where = found if is_run else evaluations
+                where[name if relative == "." else f"{name}/{relative}"] = path
+        self._evaluations = evaluations
         self._readers = {
             run_id: self._readers.get(run_id) or RunReader(path, run_id)
             for run_id, path in found.items()
         }
 
 
-def _run_directories(directory: Path, depth: int) -> Iterator[Path]:
-    """Yield `directory` if it has files of a run, and the run directories below it."""
+def _found_directories(directory: Path, depth: int) -> Iterator[tuple[Path, bool]]:
+    """Yield `directory` and the directories below it that have files of a run, or of an evaluation
+    without a run; each with whether it is a run.
+    """
     try:
         entries = list(os.scandir(directory))
     except OSError:
         return
-    if any(entry.name in _RUN_FILES for entry in entries):
-        yield directory
+    names = {entry.name for entry in entries}
+    if names.intersection(_RUN_FILES):
+        yield directory, True
+    elif SAMPLES in names:
+        yield directory, False
     if depth == 0:
         return
     for entry in sorted(entries, key=lambda entry: entry.name):
         hidden = entry.name.startswith((".", "iteration_")) or entry.name == "rollouts"
         if not hidden and entry.is_dir(follow_symlinks=False):
-            yield from _run_directories(Path(entry.path), depth - 1)
+            yield from _found_directories(Path(entry.path), depth - 1)
 
 
 def _root_names(roots: Sequence[Path]) -> list[str]:

@@ -103,18 +103,18 @@ def replay(
     reader = RunReader(Path(run).expanduser(), str(run))
     reader.refresh_metrics()
     rows = recorded_rows(reader, step, group, sample, split)
-    recorded = [(row, _texts(reader, row)) for row in rows]
+    recorded = [(row, recorded_texts(reader, row)) for row in rows]
     model: dict[str, Any] = (
         {"model_path": checkpoint} if checkpoint else weights_of_row(reader, rows[0])
     )
     with ExitStack() as stack:
         client = service_client or stack.enter_context(_client(reader.config))
         sampling_client = client.create_sampling_client(**model)
-        temperature = _temperature(reader.config, split)
+        temperature = sampling_temperature(reader.config, split)
         pending = [
             (turn, _sample_again(sampling_client, turn, temperature))
             for row, texts in recorded
-            for turn in _turns(row, texts)
+            for turn in recorded_turns(row, texts)
         ]
         return [_compare(turn, future.result().sequences[0]) for turn, future in pending]
 
@@ -163,23 +163,30 @@ def weights_of_row(reader: RunReader, row: Row) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _RecordedTurn:
+class RecordedTurn:
+    """One turn as the run has recorded it."""
+
     sample: int
+    """Index of the rollout in its group."""
     turn: int
+    """Number of the turn, from 1."""
     prompt: list[int]
     tokens: list[int]
     logprobs: list[float] | None
     seed: int
+    """Seed of the sample."""
 
 
-def _texts(reader: RunReader, row: Row) -> Row:
+def recorded_texts(reader: RunReader, row: Row) -> Row:
+    """Return the texts of a rollout. Raises UserError if they cannot be read."""
     try:
         return reader.texts(row)
     except LookupError as error:
         raise UserError(f"RUN {reader.path}: {error}") from error
 
 
-def _turns(row: Row, texts: Row) -> Iterator[_RecordedTurn]:
+def recorded_turns(row: Row, texts: Row) -> Iterator[RecordedTurn]:
+    """Yield the turns of a rollout that have tokens. Raises UserError if it has no seed."""
     if row["seed"] is None:
         raise UserError(
             f"the rollout with step={row['step']}, group={row['group']} has no seed, so it cannot "
@@ -191,11 +198,11 @@ def _turns(row: Row, texts: Row) -> Iterator[_RecordedTurn]:
         tokens = turn["answer_ids"]
         if tokens:
             seed = derived_seed(row["seed"], number)
-            yield _RecordedTurn(row["sample"], number, prompt, tokens, turn["logprobs"], seed)
+            yield RecordedTurn(row["sample"], number, prompt, tokens, turn["logprobs"], seed)
         context = [*prompt, *tokens]
 
 
-def _sample_again(client: SamplingClient, turn: _RecordedTurn, temperature: float) -> Any:
+def _sample_again(client: SamplingClient, turn: RecordedTurn, temperature: float) -> Any:
     """Return a future of the same number of tokens, without a stop condition: the recorded tokens
     end where the condition was met.
     """
@@ -205,13 +212,14 @@ def _sample_again(client: SamplingClient, turn: _RecordedTurn, temperature: floa
     return client.sample(ModelInput.from_ints(turn.prompt), 1, params)
 
 
-def _compare(turn: _RecordedTurn, sequence: Any) -> ReplayedTurn:
+def _compare(turn: RecordedTurn, sequence: Any) -> ReplayedTurn:
     return ReplayedTurn(
         turn.sample, turn.turn, turn.tokens, sequence.tokens, turn.logprobs, sequence.logprobs
     )
 
 
-def _temperature(config: Mapping[str, Any], split: str) -> float:
+def sampling_temperature(config: Mapping[str, Any], split: str) -> float:
+    """Return the temperature at which a run samples the rollouts of a split."""
     evaluation = config.get("eval_temperature") if split != "train" else None
     return config.get("temperature", 1.0) if evaluation is None else evaluation
 

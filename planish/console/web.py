@@ -80,9 +80,10 @@ def data_response(request: Request, answer: Callable[[Parameters], Mapping[str, 
         data = answer(Parameters(request.query_params.multi_items()))
     except BadRequest as error:
         return error_json(str(error), 400)
-    except LookupError as error:
-        return error_json(str(error.args[0] if error.args else error), 404)
     except Exception as error:
+        # KeyError and IndexError are LookupErrors too, and mean a fault of the console.
+        if type(error) is LookupError:
+            return error_json(str(error), 404)
         _log.error("%s failed", request.url.path, exc_info=error)
         text = f"The console failed ({type(error).__name__}); its output has the details."
         return error_json(text, 500)

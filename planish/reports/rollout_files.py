@@ -155,6 +155,17 @@ class RolloutFiles:
             self._link_into_folder(split, iteration)
         return page_path
 
+    def logged_rows(
+        self,
+        split: str,
+        iteration: int,
+        groups: Sequence[GroupRollout],
+        advantages_P_G: Sequence[Sequence[float | None]] | None,
+    ) -> list[dict[str, Any]]:
+        """Return the texts of the first `num_groups_to_log` groups, as rows of *_rollouts.jsonl."""
+        logged = groups[: self.num_groups_to_log]
+        return list(rollout_rows(split, iteration, logged, advantages_P_G, self._detokenizer, {}))
+
     def path(self, split: str, iteration: int, suffix: str = PAGE) -> Path:
         """Return the path of a file of an iteration; `suffix` is PAGE, TREE, SUMMARIES or
         ROLLOUT_TEXTS.

@@ -9,7 +9,7 @@ import importlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -54,6 +54,14 @@ class Service(ABC):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of one step."""
         ...
+
+    takes_rollouts: ClassVar[bool] = False
+    """Whether `log_rollouts` sends something."""
+
+    def log_rollouts(  # noqa: B027  (most services show numbers only)
+        self, step: int, split: str, rows: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Send rollouts of one step, as rows of *_rollouts.jsonl (reports/rollout_rows.py)."""
 
     @abstractmethod
     def close(self, failed: bool) -> None:
@@ -126,6 +134,7 @@ class Trackio(Service):
     TRACKIO_SERVER_URL names.
     """
 
+    takes_rollouts = True
     remedy = "See `trackio --help`, and TRACKIO_SPACE_ID and TRACKIO_SERVER_URL if they are set."
 
     def __init__(self, run: ServiceRunInfo) -> None:
@@ -144,8 +153,42 @@ class Trackio(Service):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
+    def log_rollouts(self, step: int, split: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Send each rollout as a trace: its turns as messages, and its grades as metadata."""
+        trace: Any = importlib.import_module("trackio").Trace
+        traces = [trace(_trace_messages(row), metadata=_trace_metadata(row)) for row in rows]
+        self._run.log({f"rollouts/{split}": traces}, step=step)
+
     def close(self, failed: bool) -> None:
         self._run.finish()
+
+
+def _trace_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the turns of a rollout as messages. A prompt contains the control tokens of its chat
+    format, so a turn's whole observation is one message.
+    """
+    return [
+        {"role": role, "content": text}
+        for turn in row["turns"]
+        for role, text in (("user", turn["observation"]), ("assistant", turn["answer"]))
+        if text
+    ]
+
+
+def _trace_metadata(row: Mapping[str, Any]) -> dict[str, Any]:
+    last = row["turns"][-1] if row["turns"] else {"metrics": {}, "logs": {}}
+    return {
+        "reward": row["total_reward"],
+        "advantage": row["advantage"],
+        "step": row["iteration"],
+        "group": row["group_idx"],
+        "sample": row["traj_idx"],
+        "tags": row["tags"],
+        "ending": row["stop_reason"],
+        "tokens": sum(turn["answer_tokens"] for turn in row["turns"]),
+        **last["metrics"],
+        **last["logs"],
+    }
 
 
 SERVICES: dict[str, type[Service]] = {

@@ -45,6 +45,14 @@ class MetricLog(ABC):
         """Write the metrics of one step."""
         ...
 
+    @property
+    def takes_rollouts(self) -> bool:
+        """Whether `log_rollouts` sends something."""
+        return False
+
+    def log_rollouts(self, step: int, split: str, rows: Sequence[Row]) -> None:  # noqa: B027
+        """Send rollouts of one step, as rows of *_rollouts.jsonl. Most logs take numbers only."""
+
     def close(self, *, failed: bool = False) -> None:  # noqa: B027  (most logs need no closing)
         """Finish writing. Callers must not call `log` afterwards. `failed` is true if the run ended
         with an error.
@@ -112,9 +120,20 @@ class MetricLogs(MetricLog):
             self.warn(f"step {step}: {name} is {metrics[name]} and is left out of the logs")
         for log in self.required:
             log.log(step, finite)
+        self._send(step, lambda copy: copy.log(step, finite))
+
+    @property
+    def takes_rollouts(self) -> bool:
+        return any(copy.takes_rollouts for copy in self.copies.values())
+
+    def log_rollouts(self, step: int, split: str, rows: Sequence[Row]) -> None:
+        """Send rollouts to the services that show them."""
+        self._send(step, lambda copy: copy.log_rollouts(step, split, rows))
+
+    def _send(self, step: int, send: Callable[[MetricLog], None]) -> None:
         for name, copy in list(self.copies.items()):
             try:
-                copy.log(step, finite)
+                send(copy)
             except Exception as error:  # services raise errors of any kind; none may end the run
                 del self.copies[name]
                 self.warn(
@@ -185,6 +204,15 @@ class ServiceCopy(MetricLog):
                 f"{self.name} cannot replace the steps {step} to {self.first_missing_step - 1}; "
                 "it keeps their values from before the run was resumed"
             )
+
+    @property
+    def takes_rollouts(self) -> bool:
+        return self.service.takes_rollouts
+
+    def log_rollouts(self, step: int, split: str, rows: Sequence[Row]) -> None:
+        """Send the rollouts, unless the service has them from before the run was resumed."""
+        if step >= self.first_missing_step:
+            self.service.log_rollouts(step, split, rows)
 
     def close(self, *, failed: bool = False) -> None:
         self.service.close(failed)

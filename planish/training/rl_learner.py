@@ -301,6 +301,12 @@ class RLLearner:
         """
         write = partial(self.files.write, split, step, rollouts, advantages, trained=trained)
         await run_uncancelled(asyncio.to_thread(write))
+        log = self.loop.metric_log
+        if log.takes_rollouts:
+            rows = await asyncio.to_thread(
+                self.files.logged_rows, split, step, rollouts, advantages
+            )
+            log.log_rollouts(step, split, rows)
 
     def print_first_page(self, step: int) -> None:
         """Print the path of the first page of rollouts, once per process."""

@@ -64,7 +64,7 @@ def test_actions_need_the_key_of_the_address(http, tmp_path):
     run = f"{tmp_path.name}/a"
     assert not http.get("/api/actions").json()["allowed"]
     assert http.get("/", params={"key": "wrong"}).status_code == 200
-    for action in ("stop", "resume", "replay", "chat"):
+    for action in ("stop", "resume", "replay", "alternatives", "continue", "chat"):
         status, answer = act(http, action, run=run)
         assert status == 403
         assert "by the address that it printed" in answer["error"]
@@ -204,6 +204,15 @@ def test_a_replay_over_http_is_bit_equal(model, http, tmp_path, monkeypatch):
     assert status == 400
     assert "were not saved" in answer["error"]
     assert act(http, "replay", run=run, step="2", group=1)[0] == 400
+    place = {"run": run, "step": 0, "group": 1, "sample": 0, "turn": 1, "token": 1}
+    status, answer = act(http, "alternatives", **place)
+    assert status == 200
+    assert sum(each["is_recorded"] for each in answer["alternatives"]) <= 1
+    status, answer = act(http, "continue", **place, tokens=[65])
+    assert status == 200
+    assert answer["turn"]["answer_ids"][0] == 65
+    for wrong in ({"token": -1}, {"token": 999}, {"turn": True}, {"tokens": ["A"]}, {"tokens": []}):
+        assert act(http, "continue", **{**place, "tokens": [65], **wrong})[0] == 400, wrong
 
 
 def chat(http: httpx2.Client, **request) -> list[dict]:

@@ -10,6 +10,7 @@ from digit_env import DigitsBuilder
 from http_thread import serving_app
 from rollout_samples import NASTY, group, single
 from sample_runs import reward_curve, rl_metrics, write_run
+from test_eval_directories import write_evaluation
 from watched_page import CHROMIUM, PACKAGES, Watched, panel, serious_faults
 
 from planish import ServiceClient
@@ -401,6 +402,12 @@ def test_replay_and_chat_on_the_page(page, tmp_path, monkeypatch):
         page.get_by_role("button", name="Replay").click()
         expect(page.locator(".replay")).to_contain_text("answers are bit-equal")
         expect(page.locator(".differs").first).to_be_visible()
+        page.locator(".answer > span").nth(1).click()
+        choices = page.locator(".alternatives button:has(code)")
+        expect(choices).to_have_count(8)
+        choices.last.click()
+        expect(page.locator(".alternatives")).to_contain_text("From token 2 on:")
+        expect(page.locator(".alternatives .answer > span").first).to_be_visible()
         page.goto(f"{url}/chat?run=own/run&second=")
         page.get_by_label("Most tokens").fill("8")
         page.get_by_label("message").fill("hello")
@@ -418,3 +425,20 @@ def test_the_chart_library_is_the_published_one():
         pytest.skip("npm has not installed uplot here")
     for name in ("dist/uPlot.iife.min.js", "dist/uPlot.min.css", "LICENSE"):
         assert (package / name).read_bytes() == (STATIC / "uplot" / Path(name).name).read_bytes()
+
+
+def test_two_evaluations_without_a_run_are_compared(own):
+    page, url, root = own
+    write_evaluation(root / "before", [[0.0, 1.0], [1.0, 1.0]])
+    write_evaluation(root / "after", [[1.0, 1.0], [1.0, 0.0]])
+    page.goto(f"{url}/evaluations")
+    page.get_by_label("choose own/before").check()
+    page.get_by_label("choose own/after").check()
+    page.get_by_role("link", name="Compare 2 evaluations").click()
+    expect(page.locator("main")).to_contain_text("Before and after: 1 better, 1 worse")
+    page.get_by_role("link", name="#0").click()
+    expect(page.locator("h1")).to_have_text("Question 0")
+    expect(page.locator(".rollout")).to_have_count(4)
+    expect(page.locator(".rollout").first).to_contain_text("<script>document.title")
+    assert page.locator("main script").count() == 0
+    assert "owned" not in page.title()

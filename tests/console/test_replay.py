@@ -1,7 +1,9 @@
 """Recorded rollouts of a real run are sampled again, bit for bit."""
 
 import asyncio
+import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,9 @@ from sample_runs import write_run
 
 from planish import ServiceClient
 from planish.commands.cli import main as planish
-from planish.console.replay import ReplayedTurn, all_equal, replay
+from planish.console.continuation import AnswerPlace, alternatives, continued
+from planish.console.replay import ReplayedTurn, all_equal, recorded_texts, replay
+from planish.console.run_reader import RunReader
 from planish.errors import CheckpointError, UserError
 from planish.files import read_rows
 from planish.reports.rollout_index import INDEX
@@ -152,3 +156,46 @@ def test_sampler_and_trainer_agree_at_every_token(run):
     gaps = [row["gap"] for row in rows if row["advantage"]]
     assert gaps
     assert max(gaps) < 1e-5
+
+
+def test_the_alternatives_at_a_token_have_its_recorded_logprob(client, run):
+    [row, *_] = [row for row in read_rows(run / INDEX) if row["split"] == "train"]
+    reader = RunReader(run, "run")
+    reader.refresh_metrics()
+    texts = recorded_texts(reader, {**row})
+    turn = texts["turns"][0]
+    place = AnswerPlace(row["step"], row["group"], row["sample"], 1, 2)
+    found = alternatives(reader, place, client, count=272)
+    assert [each.logprob for each in found] == sorted(
+        (each.logprob for each in found), reverse=True
+    )
+    [recorded] = [each for each in found if each.is_recorded]
+    assert recorded.token == turn["answer_ids"][2]
+    assert sum(math.exp(each.logprob) for each in found) == pytest.approx(1.0, abs=1e-3)
+    at_end = dataclasses.replace(place, token=len(turn["answer_ids"]))
+    assert not any(each.is_recorded for each in alternatives(reader, at_end, client))
+
+
+def test_an_answer_is_continued_from_another_token(client, run):
+    [row, *_] = [row for row in read_rows(run / INDEX) if row["split"] == "train"]
+    reader = RunReader(run, "run")
+    reader.refresh_metrics()
+    place = AnswerPlace(row["step"], row["group"], row["sample"], 1, 2)
+    other = continued(reader, place, [65, 66], client)
+    assert other["answer_ids"][:2] == [65, 66]
+    assert other["answer"].startswith("AB")
+    assert 2 < len(other["answer_ids"]) <= 6 - 2
+    assert len(other["logprobs"]) == len(other["answer_ids"])
+    assert None not in other["logprobs"]
+    assert continued(reader, place, [65, 66], client) == other
+    assert continued(reader, place, "AB", client) == other
+    assert continued(reader, place, [67], client)["answer_ids"] != other["answer_ids"]
+    for changed, words in (
+        ({"token": 1000}, "token=1000: the answer has"),
+        ({"turn": 9}, "no such turn"),
+        ({"group": 99}, "has no rollout"),
+    ):
+        with pytest.raises(UserError, match=words):
+            continued(reader, dataclasses.replace(place, **changed), [65], client)
+    with pytest.raises(UserError, match="at least one token"):
+        continued(reader, place, [], client)

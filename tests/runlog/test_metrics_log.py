@@ -385,3 +385,60 @@ def test_trackio_keeps_each_step_once_also_after_a_resumption(tmp_path):
     assert [(step, json.loads(metrics)["a"]) for _, step, metrics in rows] == EACH_STEP_ONCE
     [name] = {name for name, _, _ in rows}
     assert name.startswith("first-")
+
+
+ROLLOUTS = """
+import json, sys
+from planish.runlog.metrics_log import open_metric_logs
+from planish.runlog.run_directory import RunDirectory
+
+directory, rows = sys.argv[1], json.loads(sys.argv[2])
+for start in (0, 1):
+    with RunDirectory(directory, {"a": 1}) as run:
+        run.resume_at(0)
+        with open_metric_logs(["trackio"], run, num_steps=3, name="first") as logs:
+            assert logs.takes_rollouts
+            for step in range(start + 2):
+                logs.log_rollouts(step, "train", [{**row, "iteration": step} for row in rows])
+                logs.log(step, {"a": step})
+"""
+ROLLOUT = {
+    "iteration": 0,
+    "group_idx": 3,
+    "traj_idx": 1,
+    "tags": ["sums"],
+    "total_reward": 0.5,
+    "advantage": -0.25,
+    "stop_reason": "completed",
+    "turns": [
+        {
+            "observation": "What is 1 + 1?",
+            "answer": "<b>2</b>",
+            "answer_tokens": 4,
+            "metrics": {"correct": 1.0},
+            "logs": {"truth": "2"},
+        }
+    ],
+}
+
+
+def test_trackio_has_each_rollout_once_as_a_trace(tmp_path):
+    pytest.importorskip("trackio", reason="make test-extras runs it")
+    done = subprocess.run(
+        [sys.executable, "-c", ROLLOUTS, str(tmp_path / "run"), json.dumps([ROLLOUT])],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")},
+    )
+    assert done.returncode == 0, done.stderr
+    with closing(sqlite3.connect(tmp_path / "trackio/planish.db")) as database:
+        query = "select step, key, messages, metadata from traces order by step"
+        found = database.execute(query).fetchall()
+    assert [row[:2] for row in found] == [(step, "rollouts/train") for step in range(3)]
+    assert json.loads(found[0][2]) == [
+        {"role": "user", "content": "What is 1 + 1?"},
+        {"role": "assistant", "content": "<b>2</b>"},
+    ]
+    metadata = json.loads(found[0][3])
+    assert (metadata["reward"], metadata["advantage"], metadata["group"]) == (0.5, -0.25, 3)
+    assert (metadata["correct"], metadata["truth"], metadata["ending"]) == (1.0, "2", "completed")

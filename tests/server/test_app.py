@@ -350,7 +350,6 @@ def test_an_unknown_endpoint_is_named(alice: Caller, client: TestClient):
         ("POST", "/join_sampling_session"),
         ("POST", "/retrieve_futures"),
         ("PUT", "/sessions/s/project"),
-        ("GET", "/sessions/s/trace_export"),
         ("GET", "/audit"),
         ("GET", "/billing/usage/events"),
         ("GET", "/billing/usage/checkpoints/current"),

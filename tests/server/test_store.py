@@ -363,7 +363,9 @@ def test_a_database_of_another_version_is_rejected_unchanged(tmp_path):
     connection = sqlite3.connect(tmp_path / DATABASE)
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(UserError, match="has version 99, and this planish reads version 1"):
+    with pytest.raises(
+        UserError, match=f"has version 99, and this planish reads version {VERSION}"
+    ):
         Store(tmp_path)
     connection = sqlite3.connect(tmp_path / DATABASE)
     connection.execute(f"PRAGMA user_version = {VERSION}")

@@ -5,6 +5,7 @@ import { chatView } from "./chat.js";
 import { checkpointsView } from "./checkpoints.js";
 import { curvesView } from "./curves.js";
 import { fill, h, notice, runColor } from "./dom.js";
+import { evalsView } from "./evals.js";
 import { evaluationsView } from "./evaluations.js";
 import { findingsView } from "./findings.js";
 import { groupView } from "./group.js";
@@ -23,7 +24,7 @@ const VIEWS = {
   curves: { title: "Curves", show: curvesView, several: true },
   rollouts: { title: "Rollouts", show: rolloutsView },
   group: { title: "Group", show: groupView, isHidden: true },
-  evaluations: { title: "Evaluations", show: evaluationsView },
+  evaluations: { title: "Evaluations", show: (area, page) => (page.run ? evaluationsView : evalsView)(area, page), needsNoRun: true },
   checkpoints: { title: "Checkpoints", show: checkpointsView },
   findings: { title: "What is wrong", show: findingsView },
   chat: { title: "Chat", show: chatView },
@@ -42,7 +43,7 @@ function drawFrame(view, runs) {
   const shown = Object.entries(VIEWS).filter(([name, { isHidden }]) => !isHidden && SHOWN_VIEWS.includes(name));
   fill(tabs, ...shown.map(([name, { title, several }]) => {
     const isHere = name === view || (view === "group" && name === "rollouts") || (view === "session" && name === "sessions");
-    const address = VIEWS[name].needsNoRun && name !== "runs" ? link(name) : name === "runs" ? link("runs", { run: runs }) : link(name, { run: several ? runs : runs.slice(0, 1) });
+    const address = name === "runs" ? link("runs", { run: runs }) : link(name, { run: several ? runs : runs.slice(0, 1) });
     return h("a", { href: address, "data-go": true, "aria-current": isHere ? "page" : null }, title);
   }));
   fill(chips, ...runs.map((run, index) => h("span", { class: "run-chip", vars: { c: runColor(index) } }, run,

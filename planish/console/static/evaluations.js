@@ -1,6 +1,6 @@
 // Evaluations: scores by step, and each question before and after.
 
-import { get, poll } from "./api.js";
+import { exported, get, poll } from "./api.js";
 import { fill, h, notice, number, signed, table } from "./dom.js";
 import { go, link } from "./place.js";
 
@@ -10,8 +10,8 @@ export async function evaluationsView(area, { run, signal }) {
     const answer = await get("evaluations", { run }, signal);
     if (answer === last) return;
     last = answer;
-    if (!answer.scores.length && !answer.splits.length) return fill(area, notice("This run has no evaluations.", "Give it a test set and eval_every."));
-    fill(area, h("h1", {}, "Evaluations"),
+    if (!answer.scores.length && !answer.splits.length) return fill(area, notice("This run has no evaluations.", "Give it a test set and eval_every.", !exported && h("a", { href: link("evaluations"), "data-go": true }, "Evaluations without a run")));
+    fill(area, h("div", { class: "bar" }, h("h1", {}, "Evaluations"), !exported && h("a", { class: "button", href: link("evaluations"), "data-go": true }, "Evaluations without a run")),
       answer.scores.length ? h("section", { class: "card" }, h("h2", {}, "Scores"), table([
         { title: "Step", number: true, value: (row) => number(row.step) },
         ...answer.names.map((name) => ({ title: name, number: true, value: (row) => number(row.values[name] ?? null) })),

@@ -3,7 +3,7 @@
 import { actionsAllowed, get, post } from "./api.js";
 import { field, fill, h, notice, number, pill, select, signed } from "./dom.js";
 import { link, setParams } from "./place.js";
-import { answerElement, MODES, paint } from "./tokens.js";
+import { answerElement, MODES, onTokenChosen, paint } from "./tokens.js";
 
 const LONG = 1200;
 
@@ -43,7 +43,9 @@ export async function groupView(area, { run, params, signal, onKey }) {
   if (isShared && question) area.append(h("section", { class: "card question-card" }, h("h2", {}, "Question"), foldable(question)));
   if (await actionsAllowed(signal)) {
     const { checkpoints } = await get("checkpoints", { run }, signal);
-    area.append(replayBar({ run, split, step: Number(step), group: Number(group) }, checkpoints, cards));
+    const place = { run, split, step: Number(step), group: Number(group) }, weights = { checkpoint: "" };
+    area.append(replayBar(place, weights, checkpoints, cards));
+    onTokenChosen((span) => showAlternatives(span, place, weights), signal);
   } else {
     area.append(h("p", { class: "soft" }, "To sample these answers again: ", h("code", {}, `planish replay ${answer.path} --step ${step} --group ${group}`)));
   }
@@ -106,16 +108,15 @@ function foldable(text) {
   return h("details", {}, h("summary", {}, `${text.slice(0, 200)} … (${text.length} characters)`), h("div", { class: "text" }, text));
 }
 
-/** Controls that sample the group again, with its own weights or with those of a checkpoint. */
-function replayBar(place, checkpoints, cards) {
+/** Controls that sample the group again, with its own weights or with those of a checkpoint. `weights` gets the choice. */
+function replayBar(place, weights, checkpoints, cards) {
   const choices = [["", "the weights that sampled it"], ...checkpoints.map((row) => [row.sampler_path ?? row.state_path, `weights after step ${row.batch}`])];
-  let checkpoint = "";
   const said = h("span", { role: "status" });
   const button = h("button", { on: { click: async () => {
     button.disabled = true;
     said.textContent = "sampling …";
     try {
-      const { turns } = await post("replay", { ...place, checkpoint });
+      const { turns } = await post("replay", { ...place, ...weights });
       const equal = turns.filter((turn) => turn.is_equal).length;
       said.textContent = equal === turns.length ? `bit-equal: all ${turns.length} answers` : `${equal} of ${turns.length} answers are bit-equal`;
       said.className = equal === turns.length ? "equal" : "flag";
@@ -127,7 +128,39 @@ function replayBar(place, checkpoints, cards) {
       button.disabled = false;
     }
   } } }, "Replay");
-  return h("div", { class: "bar replay" }, button, select(choices, "", (value) => { checkpoint = value; }, "weights of the replay"), said);
+  return h("div", { class: "bar replay" }, button, select(choices, "", (value) => { weights.checkpoint = value; }, "weights of the replay"), said, h("span", { class: "soft" }, "Click a token to continue from another one."));
+}
+
+/** Offer other tokens in place of one, below its answer, and show what follows. */
+async function showAlternatives(span, group, weights) {
+  const answer = span.parentNode, { rollout, turn } = answer, number_ = rollout.texts.turns.indexOf(turn) + 1;
+  const place = { ...group, ...weights, sample: rollout.sample, turn: number_, token: span.first };
+  answer.parentNode.querySelector(".alternatives")?.remove();
+  answer.querySelectorAll(".differs").forEach((other) => other.classList.remove("differs"));
+  span.classList.add("differs");
+  const said = h("p", { class: "soft", role: "status" }, "…"), choices = h("span"), result = h("div");
+  const text = h("input", { type: "text", "aria-label": "other text", placeholder: "or type a text" });
+  const box = h("section", { class: "alternatives" }, h("form", { class: "bar", on: { submit: (event) => { event.preventDefault(); if (text.value) go({ text: text.value }); } } },
+    h("span", { class: "soft" }, `Instead of token ${span.first + 1}:`), choices, text, h("button", {}, "Continue")), said, result);
+  answer.after(box);
+  async function go(given) {
+    said.textContent = "sampling …";
+    try {
+      const { turn: next } = await post("continue", { ...place, ...given });
+      said.textContent = `From token ${span.first + 1} on: ${number(next.answer_ids.length)} tokens, ended: ${next.stop_reason}`;
+      fill(result, answerElement({ ...next, is_trained: false }, rollout, "probability"));
+    } catch (error) {
+      said.textContent = error.message;
+    }
+  }
+  try {
+    const { alternatives } = await post("alternatives", place);
+    said.textContent = "";
+    fill(choices, alternatives.map(({ token, text: shown, logprob, is_recorded: isRecorded }) => h("button", { type: "button", class: isRecorded ? "recorded" : null, title: isRecorded ? "the recorded token" : null, on: { click: () => go({ tokens: [token] }) } },
+      h("code", {}, JSON.stringify(shown)), ` ${number(Number((100 * Math.exp(logprob)).toPrecision(2)))} %`)));
+  } catch (error) {
+    said.textContent = error.message;
+  }
 }
 
 /** Write below an answer what its replay gave, and mark the first token that differs. */

@@ -66,6 +66,13 @@ function className(mode, turn, rollout, span) {
 const tokenAdvantage = (turn, rollout, token) => (turn.is_trained ? (turn.advantages?.[token] ?? rollout.advantage) : 0);
 const tokenGap = (turn, token) => (turn.trainer_logprobs ? turn.trainer_logprobs[token] - turn.logprobs[token] : turn.has_equal_trainer_logprobs ? 0 : null);
 
+/** Call `listener` with the element of a token that is clicked, or chosen with Enter, until `signal` aborts. */
+export function onTokenChosen(listener, signal) {
+  const choose = (span) => { if (span && span.parentNode.rollout.texts?.turns.includes(span.parentNode.turn)) listener(span); };
+  document.addEventListener("click", (event) => { if (event.target instanceof Element) choose(event.target.closest(".answer > span")); }, { signal });
+  document.addEventListener("keydown", (event) => { if (event.key === "Enter" && event.target.classList?.contains("answer")) choose(shown); }, { signal });
+}
+
 function fillTip(span) {
   const { turn, rollout } = span.parentNode, lines = [];
   const text = /^\s|\s$|[^\x20-\x7e]/.test(span.textContent) ? JSON.stringify(span.textContent) : span.textContent;
