@@ -258,10 +258,12 @@ class SampledToken:
     """Index of the sample in its request, from 0 to num_samples - 1."""
     token: int
     logprob: float
-    topk: Sequence[tuple[int, float]]
-    """The `topk_sample_logprobs` most likely tokens, as (token id, logprob), likeliest first; or the
-    tokens of `logprob_token_ids`.
+    top_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """The `topk_sample_logprobs` most likely tokens, likeliest first, or the tokens of
+    `logprob_token_ids`: int32 [k].
     """
+    top_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    """Their logprobs: float32 [k]."""
     num_unsettled: int = 0
     """The number of tokens at the end of the sample, this one included, that a stop string may
     still remove from the text, completely or in part.

@@ -78,7 +78,9 @@ class ScriptedEngine(Engine):
             text_end = matcher.text_end(sampled)
             if operation.on_token is not None:
                 num_unsettled = matcher.num_unsettled(sampled)
-                operation.on_token(SampledToken(0, token, -1.0, (), num_unsettled, text_end))
+                operation.on_token(
+                    SampledToken(0, token, -1.0, num_unsettled=num_unsettled, text_end=text_end)
+                )
             if text_end is not None:
                 break
         if self.error is not None:

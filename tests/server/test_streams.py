@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 from virtual_time import VirtualTimeLoop
 
@@ -34,8 +35,10 @@ from planish.types import ModelInput, SampleResponse, SamplingParams
 T = TypeVar("T")
 FIRST, SECOND = Tenant("first"), Tenant("second")
 OPERATION = Sample("", ModelInput.from_ints([1]), 1, SamplingParams())
-TOKEN = SampledToken(0, 7, -1.0, ())
-TOP_TOKEN = replace(TOKEN, topk=[(number, -1.0) for number in range(20)])
+TOKEN = SampledToken(0, 7, -1.0)
+TOP_TOKEN = replace(
+    TOKEN, top_tokens=np.arange(20, dtype=np.int32), top_logprobs=np.full(20, -1.0, np.float32)
+)
 
 
 def run(work: Callable[[VirtualTimeLoop], Coroutine[Any, Any, T]]) -> T:

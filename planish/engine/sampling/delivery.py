@@ -11,6 +11,8 @@ from planish.errors import NonFiniteError
 from planish.service import SampledToken, TextEnd
 from planish.types import SampledSequence, SampleResponse, TopkLogprobs
 
+_NO_TOP_TOKENS, _NO_TOP_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+
 
 class OpenRequests:
     """The requests of a sampler that have no response yet."""
@@ -34,8 +36,8 @@ class OpenRequests:
         top = None
         if k:
             top = TopkLogprobs(
-                np.array([ids for ids, _ in sample.top_logprobs], np.int32).reshape(-1, k),
-                np.array([values for _, values in sample.top_logprobs], np.float32).reshape(-1, k),
+                np.array(sample.top_tokens, np.int32).reshape(-1, k),
+                np.array(sample.top_logprobs, np.float32).reshape(-1, k),
             )
         request.sequences[sample.index] = SampledSequence(
             stop_reason=sample.stop_reason,
@@ -93,11 +95,16 @@ def call_on_token(
     """
     if sample.request.future.done():
         return
-    top = list(zip(*sample.top_logprobs[-1], strict=True)) if sample.top_logprobs else []
+    top_tokens = sample.top_tokens[-1] if sample.top_tokens else _NO_TOP_TOKENS
+    top_logprobs = sample.top_logprobs[-1] if sample.top_logprobs else _NO_TOP_LOGPROBS
     num_unsettled = 0 if sample.stop_reason else sample.stop_matcher.num_unsettled(sample.tokens)
     token, logprob = sample.tokens[-1], sample.logprobs[-1]
     try:
-        on_token(SampledToken(sample.index, token, logprob, top, num_unsettled, text_end))
+        on_token(
+            SampledToken(
+                sample.index, token, logprob, top_tokens, top_logprobs, num_unsettled, text_end
+            )
+        )
     except BaseException as error:  # asyncio.CancelledError does not derive from Exception.
         sample.request.fail(error)
 

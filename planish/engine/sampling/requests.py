@@ -229,7 +229,10 @@ class RunningSample:
     """
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    top_tokens: list[np.ndarray] = field(default_factory=list)
+    """For each token the tokens that are reported with it: int32 [k]. Empty if k is 0."""
+    top_logprobs: list[np.ndarray] = field(default_factory=list)
+    """Their logprobs: float32 [k]."""
     stop_reason: StopReason | None = None
     """Why the sample ended; None while it runs."""
     stop_matcher: StopMatcher = field(init=False)

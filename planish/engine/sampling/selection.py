@@ -50,9 +50,12 @@ class _SampledTokens:
 
     tokens: list[int]
     logprobs: list[float]
-    top_tokens: list[list[int]]
-    """The likeliest tokens at each token, the likeliest first. Empty if no request wants them."""
-    top_logprobs: list[list[float]]
+    top_tokens: np.ndarray
+    """The likeliest tokens at each token, the likeliest first: int32 [tokens, k], where k is 0 if no
+    request wants them.
+    """
+    top_logprobs: np.ndarray
+    """Their logprobs: float32 [tokens, k]."""
     listed_logprobs: list[list[float]]
     """The logprobs of the tokens that each request names (`Sample.logprob_token_ids`)."""
 
@@ -159,15 +162,14 @@ class Selection:
             temperature,
             adapters,
         )
-        top_tokens, top_values = [], []
+        top_tokens = np.zeros((len(tokens), 0), np.int32)
+        top_values = np.zeros((len(tokens), 0), np.float32)
         max_topk = max(token.sample.request.op.topk_sample_logprobs for token in tokens)
         if max_topk:
             if rows != list(range(logits.shape[0])):
                 logits = logits[on_device(rows, torch.int64, logits.device)]
-            top_tokens, top_values = (
-                tensor.tolist()
-                for tensor in top_logprobs(logits, sampled.log_normalizer, temperature, max_topk)
-            )
+            ids, values = top_logprobs(logits, sampled.log_normalizer, temperature, max_topk)
+            top_tokens, top_values = ids.cpu().numpy().astype(np.int32), values.cpu().numpy()
         return _SampledTokens(
             sampled.tokens.tolist(), logprobs, top_tokens, top_values, listed_logprobs
         )
@@ -193,12 +195,14 @@ class Selection:
             sample.tokens.append(token_id)
             sample.logprobs.append(logprob)
             k = request.op.topk_sample_logprobs
+            # Arrays are invisible to the garbage collector, lists are not. A step with many samples
+            # would otherwise make thousands of lists for it to examine.
             if request.op.logprob_token_ids:
-                sample.top_logprobs.append(
-                    ([*request.op.logprob_token_ids], sampled.listed_logprobs[i])
-                )
+                sample.top_tokens.append(np.array(request.op.logprob_token_ids, np.int32))
+                sample.top_logprobs.append(np.array(sampled.listed_logprobs[i], np.float32))
             elif k:
-                sample.top_logprobs.append((sampled.top_tokens[i][:k], sampled.top_logprobs[i][:k]))
+                sample.top_tokens.append(sampled.top_tokens[i, :k].copy())
+                sample.top_logprobs.append(sampled.top_logprobs[i, :k].copy())
             try:
                 text_end = sample.stop_matcher.text_end(sample.tokens)
             except Exception as error:

@@ -44,7 +44,8 @@ class ScoredToken:
     @classmethod
     def of_sample(cls, token: SampledToken) -> ScoredToken:
         """Return a token of a stream."""
-        return cls(token.token, token.logprob, token.topk)
+        top = zip(token.top_tokens.tolist(), token.top_logprobs.tolist(), strict=True)
+        return cls(token.token, token.logprob, list(top))
 
 
 def scored_tokens(sequence: SampledSequence) -> list[ScoredToken]:

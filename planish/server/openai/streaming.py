@@ -285,7 +285,7 @@ class TokenBuffer:
 
 
 def _size_of(token: SampledToken) -> int:
-    return _TOKEN_BYTES + _TOP_TOKEN_BYTES * len(token.topk)
+    return _TOKEN_BYTES + _TOP_TOKEN_BYTES * len(token.top_tokens)
 
 
 def stream_samples(

@@ -591,11 +591,12 @@ def test_on_token_receives_every_sampled_token_in_order(decoder):
             mine = [drawn for drawn in told if drawn.sample == index]
             assert [drawn.token for drawn in mine] == sequence.tokens
             assert [drawn.logprob for drawn in mine] == pytest.approx(sequence.logprobs)
-            assert {len(drawn.topk) for drawn in mine} == {told_topk}
+            assert {len(drawn.top_tokens) for drawn in mine} == {told_topk}
             if asked:
-                assert [[token for token, _ in drawn.topk] for drawn in mine] == [
-                    [token for token, _ in row] for row in sequence.topk_logprobs
-                ]
+                assert [
+                    [*zip(drawn.top_tokens.tolist(), drawn.top_logprobs.tolist(), strict=True)]
+                    for drawn in mine
+                ] == [[*row] for row in sequence.topk_logprobs]
         assert len(told) == 27
 
 
