@@ -109,7 +109,7 @@ def plan_decoding(
     backend: Backend,
     row_multiple_for: Callable[[int], int],
 ) -> StepPlan:
-    """Plan a decoding step of all samples that have a slot or get one now.
+    """Plan a decoding step of these samples. Each has a slot or gets one now.
 
     Each sample has `num_rows` rows: its last token, and the forced tokens of its grammar that
     follow it. `row_multiple_for`: see `ModelRunner.row_multiple`.

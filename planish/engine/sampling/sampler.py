@@ -2,7 +2,8 @@
 
 Each step has four parts. It admits the requests that fit, and it prefills a limited number of
 prompt tokens. It samples the first tokens of the prompts that are ready. Then one decoder pass
-samples one token for every running sample of every adapter.
+samples one token for every running sample of every adapter, or for the samples of some owners
+(decoding_turns.py).
 
 Both passes of a step are a plan, a run and an apply. A `StepPlan` (plan.py) has the rows of the
 pass. A model runner (model_runner.py) turns the plan into hidden states and logits. Then `Prefill`
@@ -34,6 +35,7 @@ from planish.detokenizer import Detokenizer
 from planish.engine.constraints.cache import GrammarCache
 from planish.engine.sampling.adjustments import is_adjusted
 from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner
+from planish.engine.sampling.decoding_turns import DecodingTurns
 from planish.engine.sampling.delivery import OpenRequests
 from planish.engine.sampling.masks import set_row_counts, wait_for_late_masks
 from planish.engine.sampling.model_runner import EagerRunner, ModelRunner
@@ -100,6 +102,7 @@ class Sampler:
         self._selection = Selection(decoder, self._head, grammars)
         self._scheduler = self._make_scheduler()
         self._requests = OpenRequests()
+        self._turns = DecodingTurns()
         self._request_numbers = itertools.count()
         self._next_prefill_time = 0.0
         """When the next prompts may be prefilled (perf_counter). While requests of several owners
@@ -208,10 +211,15 @@ class Sampler:
             end_time = perf_counter()
             self._next_prefill_time = end_time + (end_time - start_time)
         decoding_samples = [sample for sample in self._scheduler.running if sample.tokens]
-        # The runner decodes every sample that has a slot. This includes a sample whose mask is
-        # missing: its logits are discarded, and a later step decodes it again.
+        # A sample whose mask is missing is decoded too: if the mask is still missing after the
+        # pass, the sample's logits are discarded, and a later step decodes it again.
         if decoding_samples and not all(sample.awaits_mask for sample in decoding_samples):
-            self._decoding_step(decoding_samples)
+            chosen_samples = self._turns.choose(decoding_samples)
+            start_time = perf_counter()
+            self._decoding_step(chosen_samples)
+            self._turns.charge(
+                len(chosen_samples) < len(decoding_samples), perf_counter() - start_time
+            )
         elif not has_prefilled:
             # No sample can be decoded now, so prefilling a prompt would not delay any sample.
             self._next_prefill_time = 0.0

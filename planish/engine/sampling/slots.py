@@ -33,7 +33,7 @@ class SampleSlots:
     """The slots that a decoding step reads and writes, and the rows of the samples in them."""
 
     first_rows: dict[SlotOwner, int]
-    """The first batch row of each sample. Every sample that has a slot has a row."""
+    """The first batch row of each sample of the step. Slots of other samples are not read."""
     row_counts: Mapping[SlotOwner, int]
     """The number of consecutive rows of the samples that have more than one."""
     prompt_pools: KVPools

@@ -384,9 +384,10 @@ class Attention(Protocol):
         sample_pools: KVPools,
         row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> Attend:
-        """Return the attention of a decoding step with new rows for each running sample.
+        """Return the attention of a decoding step with new rows for some or all samples.
 
-        `first_rows`: the first batch row of each sample. Every sample in `sample_pools` has one.
+        `first_rows`: the first batch row of each sample of the step. Other samples in
+        `sample_pools` take no part in it.
         `row_counts`: the number of consecutive rows of each sample; 1 for samples that it does not
         contain.
         """

@@ -175,7 +175,7 @@ class CppPrefillAttention:
 
 
 class CppDecodeAttention(StoringAttention):
-    """The attention of a decoding step, with new rows for each running sample."""
+    """The attention of a decoding step, with new rows for the samples of the step."""
 
     def __init__(
         self,
@@ -195,6 +195,7 @@ class CppDecodeAttention(StoringAttention):
             (sample, pool, number)
             for pool in sample_pools.pools_in_use()
             for sample in cast("list[SampleSlot]", pool.owners)
+            if sample in first_rows
             for number in range(row_counts.get(sample, 1) if row_counts else 1)
         ]
         # A block contains samples of one prompt, so sort them next to each other.

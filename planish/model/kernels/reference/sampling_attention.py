@@ -112,7 +112,7 @@ class PrefillAttention:
 
 
 class DecodeAttention:
-    """The attention of a decoding step, with new rows for each running sample."""
+    """The attention of a decoding step, with new rows for the samples of the step."""
 
     def __init__(
         self,
@@ -308,14 +308,15 @@ def _sample_groups(
 ) -> list[_SlotGroup]:
     """Return the groups of the samples' own slots in `pool`.
 
-    The first group has the first row of every sample. The next one has the second row of the
-    samples that have one, and so on.
+    The first group has the first row of every sample of the step. The next one has the second row
+    of the samples that have one, and so on.
     """
     samples = cast("list[SampleSlot]", pool.owners)
+    rows = [rows_of.get(sample, range(0)) for sample in samples]
     groups = []
-    for number in range(max(len(rows_of[sample]) for sample in samples)):
-        slots = [slot for slot, sample in enumerate(samples) if len(rows_of[sample]) > number]
-        numbers = [rows_of[samples[slot]][number] for slot in slots]
+    for number in range(max(map(len, rows))):
+        slots = [slot for slot, of_sample in enumerate(rows) if len(of_sample) > number]
+        numbers = [rows[slot][number] for slot in slots]
         visible = [samples[slot].stored + 1 + number for slot in slots]
         in_order = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         batch_rows = torch.tensor(numbers, device=device)
@@ -354,7 +355,8 @@ def _prompt_groups(
         slot = sample.prompt.slot
         if slot < len(prompts) and prompts[slot] is sample.prompt and sample.prompt.length >= SPAN:
             rows_of_slot[slot] += [
-                (row, sample.stored + 1 + number) for number, row in enumerate(rows_of[sample])
+                (row, sample.stored + 1 + number)
+                for number, row in enumerate(rows_of.get(sample, range(0)))
             ]
     groups = []
     for first in range(0, max(map(len, rows_of_slot)), _MAX_ROWS_PER_SLOT):

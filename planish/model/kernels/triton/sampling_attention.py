@@ -335,7 +335,7 @@ class _Step:
         bases: PoolBases,
         row_counts: Mapping[SlotOwner, int],
     ) -> _Step:
-        """Return the rows of the samples in `sample_pools` (see `Backend.decode_attention`)."""
+        """Return the rows of the samples in `first_rows` (see `Backend.decode_attention`)."""
         used_prompt_pools, used_sample_pools = (
             prompt_pools.pools_in_use(),
             sample_pools.pools_in_use(),
@@ -348,8 +348,11 @@ class _Step:
         ]
         index_of = {prompt: index for index, prompt in enumerate(active)}
         prompt = np.array([index_of[sample.prompt] for sample in running], np.int64)
-        row = np.array([first_rows[sample] for sample in running], np.int64)
-        counts = np.array([row_counts.get(sample, 1) for sample in running], np.int64)
+        row = np.array([first_rows.get(sample, 0) for sample in running], np.int64)
+        counts = np.array(
+            [row_counts.get(sample, 1) if sample in first_rows else 0 for sample in running],
+            np.int64,
+        )
         sample_of = np.repeat(np.arange(len(running)), counts)
         number = np.arange(len(sample_of)) - np.repeat(np.cumsum(counts) - counts, counts)
         prompt, row = prompt[sample_of], row[sample_of] + number

@@ -264,6 +264,53 @@ def test_several_rows_of_a_sample_equal_one_row_per_step(kernel, window):
             assert torch.equal(together[some], alone[some])
 
 
+@pytest.mark.parametrize(
+    "kernel", ["native", "reference", pytest.param("triton", marks=pytest.mark.slow)]
+)
+def test_a_step_of_some_samples_leaves_the_others_alone(kernel):
+    if kernel == "native" and ops.load_library() is None:
+        pytest.skip("this machine has no AVX2 or no C++ compiler")
+    running = batch(heads=2, group=2)
+    running.begin(70, [1, 3, 5])
+    running.begin(20, [0, 9])
+    running.begin(150, [2])
+    tables = running.tables(16)
+    running.redraw()
+    q, k, v = (running.random(6, heads, 16) for heads in (4, 2, 2))
+
+    def step(samples: list[Sample]) -> Tensor:
+        """Return the attention of these samples; each has its own row in every step."""
+        rows: dict[SlotOwner, int] = {sample: running.running.index(sample) for sample in samples}
+        given = (rows, running.prompts, running.samples)
+        if kernel == "triton":
+            tables.fill(*given)
+            return tables(1, q, k, v)[list(rows.values())]
+        attend = (
+            CppDecodeAttention(*given) if kernel == "native" else DecodeAttention(*given, 1, DEVICE)
+        )
+        return attend(1, q, k, v)[list(rows.values())]
+
+    def contents() -> list[Tensor]:
+        """Return the keys and values of each sample's slot."""
+        found = []
+        for sample in running.running:
+            pool = running.samples.pool_for(capacity_for(sample.stored + 1))
+            found.append(torch.stack([pool.keys[1][sample.slot], pool.values[1][sample.slot]]))
+        return found
+
+    some, others = [1, 3, 5], [0, 2, 4]
+    before = contents()
+    alone = step([running.running[index] for index in some])
+    after = contents()
+    assert all(torch.equal(before[index], after[index]) for index in others)
+    assert not any(torch.equal(before[index], after[index]) for index in some)
+    together = step(running.running)
+    if kernel == "triton":
+        torch.testing.assert_close(together[some], alone, rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(together[some], alone)
+
+
 @pytest.mark.slow
 def test_attention_accepts_gaps_between_slots():
     running = Batch(KVSpec(2, 1, 16, torch.float32, DEVICE), 2, kind=GappedKVPool)
