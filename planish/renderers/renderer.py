@@ -179,7 +179,7 @@ class Renderer:
             next_turns[0] = replace(next_turns[0], header=())
         ids = [*sampled, *ending.missing_tokens]
         for turn in next_turns:
-            header, output = self._encode_turn(turn, _last(ids))
+            header, output = _encode_turn(self.codec, turn, _last(ids))
             ids += header
             ids += output
         return ids[len(sampled) :]
@@ -204,7 +204,7 @@ class Renderer:
         ids = self.codec.encode(self.format.opening())
         weights = [0.0] * len(ids)
         for turn, is_target in self._targets(checked, trained, trains_all_tokens):
-            header, output = self._encode_turn(turn, _last(ids))
+            header, output = _encode_turn(self.codec, turn, _last(ids))
             ids += header
             ids += output
             header_weight = float(trains_all_tokens and is_target)
@@ -350,22 +350,10 @@ class Renderer:
         """Return the tokens of a conversation's turns, after the pieces at its start."""
         ids = self.codec.encode(self.format.opening())
         for turn in turns:
-            header, output = self._encode_turn(turn, _last(ids))
+            header, output = _encode_turn(self.codec, turn, _last(ids))
             ids += header
             ids += output
         return ids
-
-    def _encode_turn(self, turn: Turn, after: int | None) -> tuple[list[int], list[int]]:
-        header = self.codec.encode(turn.header, after)
-        if turn.sampled:
-            return header, self.codec.encode(turn.output, _last(header) if header else after)
-        # A token may span the boundary (a line break of the header and one of the text). Such a
-        # token belongs to the text.
-        joint_ids = self.codec.encode((*turn.header, *turn.output), after)
-        boundary = 0
-        while boundary < len(header) and joint_ids[boundary] == header[boundary]:
-            boundary += 1
-        return joint_ids[:boundary], joint_ids[boundary:]
 
 
 def with_tools(
@@ -381,6 +369,19 @@ def with_tools(
     if system:
         prefix["content"] = get_text_content(system[0])
     return [cast(Message, prefix), *messages[len(system) :]]
+
+
+def _encode_turn(codec: Codec, turn: Turn, after: int | None) -> tuple[list[int], list[int]]:
+    header = codec.encode(turn.header, after)
+    if turn.sampled:
+        return header, codec.encode(turn.output, _last(header) if header else after)
+    # A token may span the boundary (a line break of the header and one of the text). Such a
+    # token belongs to the text.
+    joint_ids = codec.encode((*turn.header, *turn.output), after)
+    boundary = 0
+    while boundary < len(header) and joint_ids[boundary] == header[boundary]:
+        boundary += 1
+    return joint_ids[:boundary], joint_ids[boundary:]
 
 
 def _last(ids: Sequence[int]) -> int | None:

@@ -1,17 +1,12 @@
 """One conversation as a chat template writes it, divided into turns."""
 
-import json
-from collections.abc import Container, Sequence
-from dataclasses import replace
-from functools import cached_property
-from typing import Any
+from collections.abc import Sequence
 
-from planish.errors import UserError
 from planish.renderers.chat_format import Turn
 from planish.renderers.codec import Control, Piece
 from planish.renderers.messages import CheckedMessage
-from planish.renderers.template_markup import ChatTemplate, Markers, Rendering
-from planish.renderers.template_process import TemplateRefusedError
+from planish.renderers.template_markup import ChatTemplate, Rendering
+from planish.renderers.template_outputs import RejectedError, TemplateOutputs
 from planish.renderers.template_traits import TemplateTraits, common_prefix
 
 _REWRITTEN = (
@@ -30,23 +25,15 @@ _NO_PLACE = "its text is empty, or the chat template writes it into another mess
 
 
 class Transcript:
-    """A conversation, rendered by a chat template up to different messages."""
+    """A conversation, divided into turns at the places where a chat template writes its texts."""
 
     def __init__(
         self, template: ChatTemplate, traits: TemplateTraits, messages: Sequence[CheckedMessage]
     ) -> None:
         """Raises ValueError if the template cannot write one of the messages."""
-        self.template = template
         self.traits = traits
-        self.messages = [self._writable(index, message) for index, message in enumerate(messages)]
-        self.markers = Markers.absent_from([text for one in messages for text in _texts(one)])
-        self._renderings: dict[tuple[int, bool], Rendering] = {}
-        first = messages[0] if messages else None
-        if first and first.tools and traits.tools_need_system and not first.text.strip():
-            raise ValueError(
-                "messages[0] offers tools, and the chat template writes tools only in a system "
-                "message: give the message a content"
-            )
+        self._outputs = TemplateOutputs(template, traits, messages)
+        self.messages = self._outputs.messages
 
     def prompt_turns(self) -> list[Turn]:
         """Return the turns of the prompt for the next answer. The last turn is its header."""
@@ -59,7 +46,7 @@ class Transcript:
         the answer follows.
         """
         count = len(self.messages)
-        rendering = self._rendering(count, prompt=False)
+        rendering = self._outputs.up_to(count, prompt=False)
         end = rendering.end_of_markup(len(rendering.code))
         if self.messages[-1].role != "assistant":
             end = min(end, self._shared_with_prompt(rendering))
@@ -81,7 +68,7 @@ class Transcript:
         return [*turns, last]
 
     def _prompt_turns(self, count: int, is_example: bool) -> list[Turn]:
-        rendering = self._rendering(count, prompt=True)
+        rendering = self._outputs.up_to(count, prompt=True)
         turns, at = self._split(rendering, count, len(rendering.code), is_example)
         header = (*rendering.pieces(at), *self.traits.missing_prompt)
         return [*turns, Turn(header, (), None, sampled=True)]
@@ -91,7 +78,7 @@ class Transcript:
         `answer` and that message.
         """
         before = self._prompt_code(answer)
-        upto, after = self._rendering(answer + 1, False), self._rendering(count, True)
+        upto, after = self._outputs.up_to(answer + 1, False), self._outputs.up_to(count, True)
         if before is None or not upto.code.startswith(before):
             return False
         stop = upto.next_control(len(before), self.traits.stops)
@@ -99,96 +86,13 @@ class Transcript:
         # Some templates end the last answer with another stop token than the answers before it.
         return after.code.startswith(upto.code[:end]) and after.control_at(end) in self.traits.stops
 
-    def _writable(self, index: int, message: CheckedMessage) -> CheckedMessage:
-        """Return a message whose calls are a part of its text if the template would leave out the
-        text, or all but one of the calls.
-        """
-        traits = self.traits
-        if traits.can_write(len(message.calls), message.text):
-            return message
-        syntax = traits.syntax
-        if syntax is None or not traits.writes_raw_calls or (syntax.form and syntax.form.xml):
-            what = "text and tool calls" if message.text.strip() else "several tool calls"
-            raise ValueError(
-                f"messages[{index}] has {what}, and the chat template leaves out a part of them; "
-                "remove the text, and give one call in a message"
-            )
-        raw = tuple(map(syntax.write, message.calls))
-        return replace(message, calls=(), unparsed_calls=(*raw, *message.unparsed_calls))
-
-    @cached_property
-    def _tools(self) -> list[Any]:
-        tools = self.messages[0].tools if self.messages else ()
-        return self.template.guard_all([json.loads(tool) for tool in tools], self.markers)
-
-    def _rendering(self, count: int, prompt: bool) -> Rendering:
-        """Return the output for the first `count` messages."""
-        if (count, prompt) not in self._renderings:
-            self._renderings[count, prompt] = self._render(count, prompt)
-        return self._renderings[count, prompt]
-
-    def _render(self, count: int, prompt: bool) -> Rendering:
-        marked: Sequence[int] = range(count)
-        plain, rendering = self._render_marked(count, prompt, (), marked)
-        if rendering.code != plain.code:
-            # The template compares texts with others, such as `/no_think` at the end of a text. So
-            # these texts get no edges.
-            ones = self._render_marked(count, prompt, *((index,) for index in marked))
-            marked = [index for index, one in enumerate(ones) if one.code == plain.code]
-            [rendering] = self._render_marked(count, prompt, marked)
-        unmarked = set(range(count)) - set(marked)
-        if rendering.code != plain.code or any(map(self._may_complete_mark, unmarked)):
-            raise ValueError(
-                "the chat template reads the texts of the messages, or gives two texts for one "
-                "conversation; name the renderer of the model's family"
-            )
-        # What a template leaves out of the history of an answer is in the prompt of the answer.
-        is_answered = not prompt and self.messages[count - 1].role == "assistant"
-        for index in range(count - 1 if is_answered else 0, count):
-            message = self.messages[index]
-            text = message.text.strip()
-            is_written = 2 * index in rendering.places if index in marked else text in plain.code
-            if text and not is_written and message.is_given:
-                raise ValueError(
-                    f"messages[{index}]: the chat template leaves out the text of this message; "
-                    "remove the message, or name the renderer of the model's family"
-                )
-        return rendering
-
-    def _render_marked(self, count: int, prompt: bool, *marked: Container[int]) -> list[Rendering]:
-        """Return the output for the first `count` messages, once for each set of messages whose
-        texts have edges.
-        """
-        form, messages = self.traits.form, self.messages[:count]
-        variants = [form.messages(messages, self.template, self.markers, one) for one in marked]
-        try:
-            return self.template.render_all(
-                variants, self.markers, prompt=prompt, tools=self._tools
-            )
-        except TemplateRefusedError as error:
-            raise _RejectedError(
-                f"the chat template rejects the conversation: {error.reason}"
-            ) from None
-
-    def _may_complete_mark(self, index: int) -> bool:
-        """Return whether a text without edges could form a control token with the markup beside
-        it.
-        """
-        message = self.messages[index]
-        return any(
-            text.startswith(mark[cut:]) or text.endswith(mark[:cut])
-            for text in (message.text.strip(), (message.thinking or "").strip())
-            for mark in self.template.marks
-            for cut in range(1, len(mark))
-        )
-
     def _shared_with_prompt(self, rendering: Rendering) -> int:
         """Return the end of the last message: white space, or an end of sequence, that the next
         header does not follow is no part of it.
         """
         try:
-            prompt = self._rendering(len(self.messages), prompt=True)
-        except _RejectedError:
+            prompt = self._outputs.up_to(len(self.messages), prompt=True)
+        except RejectedError:
             return len(rendering.code)
         shared = rendering.end_of_markup(common_prefix(rendering.code, prompt.code))
         return max([shared, *(end for spans in rendering.places.values() for _, end in spans)])
@@ -198,8 +102,8 @@ class Transcript:
         if not any(message.is_given for message in self.messages[:count]):
             return None
         try:
-            rendering = self._rendering(count, prompt=True)
-        except _RejectedError:
+            rendering = self._outputs.up_to(count, prompt=True)
+        except RejectedError:
             return None
         return rendering.code + rendering.code_of(self.traits.missing_prompt)
 
@@ -345,14 +249,3 @@ class Transcript:
         if not thinking:
             return (), _NO_REASONING
         return (f"{thinking}\n", Control(self.traits.think_tags[1]), "\n\n"), None
-
-
-class _RejectedError(UserError):
-    """The template rejected a conversation."""
-
-
-def _texts(message: CheckedMessage) -> list[str]:
-    """Return all texts of a message."""
-    calls = [part for call in message.calls for part in call]
-    texts = [message.text, message.thinking or "", message.name, message.call_id]
-    return [*texts, *calls, *message.unparsed_calls, *message.tools]
