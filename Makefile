@@ -23,11 +23,11 @@ CLAUDE_CODE := @anthropic-ai/claude-code@2.1.332
 CONSOLE_PACKAGES := uplot@1.6.32 axe-core@4.14.1
 # The second line has clients of the server's /v1 endpoints, and the third what the recipes of
 # tinker-cookbook import.
-EXTRAS := 'planish[inspect,trackio,verifiers]' trl bitsandbytes sentencepiece playwright perfetto \
+EXTRAS := 'planish[inspect,ray,trackio,verifiers]' trl bitsandbytes sentencepiece playwright perfetto \
 	anthropic langchain-openai litellm openai-agents 'lm-eval[api]' 'pydantic-ai-slim[openai]' \
 	aiohttp blobfile cloudpickle pylatexenc termcolor tiktoken
 # The tests that are skipped, in whole or in part, where these packages are not installed.
-EXTRAS_TESTS ?= tests/console/test_console_browser.py tests/cookbook tests/evaluation/test_inspect.py tests/evaluation/test_inspect_logs.py tests/export/test_trl.py \
+EXTRAS_TESTS ?= tests/console/test_console_browser.py tests/cookbook tests/evaluation/test_inspect.py tests/evaluation/test_inspect_logs.py tests/export/test_trl.py tests/fleet/test_ray_fleet.py \
 	tests/datasets/test_trl_files.py tests/model/test_bitsandbytes.py \
 	tests/model/test_sentencepiece_oracle.py tests/recipes/test_fresh_runs.py \
 	tests/renderers/test_renderer_oracles.py \

@@ -31,8 +31,17 @@ def start_engine(
     data_dir: str | Path | None,
     settings: Mapping[str, Any],
     engine: str = "thread",
+    replicas: int | None = None,
+    ray: str | None = None,
 ) -> Service:
-    """Start an engine. `settings` are the fields of EngineSettings, and `engine` one of ENGINES."""
+    """Start an engine, or a fleet of engines if `replicas` or `ray` is given. `settings` are the
+    fields of EngineSettings, and `engine` is one of ENGINES.
+    """
+    if engine != "thread" and (replicas is not None or ray is not None):
+        raise UserError(
+            f"engine={engine!r} is for one engine, but replicas and ray start several; leave out "
+            "either"
+        )
     if engine not in ENGINES:
         raise UserError(
             f"engine={engine!r}: give 'thread' for an engine in this process, or 'process' for one "
@@ -41,6 +50,10 @@ def start_engine(
     from planish.engine.engine import Engine
     from planish.engine.settings import EngineSettings
 
+    if replicas is not None or ray is not None:
+        from planish.fleet.start import start_fleet
+
+        return start_fleet(models, data_dir, settings, replicas, ray)
     if engine == "process":
         from planish.fleet.start import start_process
 
@@ -79,7 +92,9 @@ def resolve_server_url(
         else (URL_VARIABLE, os.environ.get(URL_VARIABLE))
     )
     engine_option_names = [
-        name for name, value in engine_options.items() if value not in (None, "auto")
+        name
+        for name, value in engine_options.items()
+        if value is not None and (value != "auto" or name == "ray")
     ]
     if url and engine_option_names:
         raise UserError(

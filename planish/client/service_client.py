@@ -59,6 +59,8 @@ class ServiceClient(RefusesMethods):
         substitute_losses: Mapping[str, str] | None = None,
         quantize: str | None = None,
         engine: str = "thread",
+        replicas: int | None = None,
+        ray: str | None = None,
         service: Service | None = None,
     ) -> None:
         """Start an engine in this process, or connect to a server if there is a URL.
@@ -74,6 +76,10 @@ class ServiceClient(RefusesMethods):
         the engine runs in a process of its own, with the same results. The engine then does not
         share Python's interpreter lock with the caller. If the process dies, operations raise
         EngineClosedError.
+
+        `replicas` starts so many engines, each on a device of its own, with the same results as one
+        engine (docs/operators/scaling.md). `ray` is the address of a Ray cluster: "auto" or
+        HOST:PORT. Both need planish[ray].
 
         `user_metadata` is stored with every checkpoint. `service` is an existing service to use
         instead of a new engine or session; `close` does not close it.
@@ -114,11 +120,13 @@ class ServiceClient(RefusesMethods):
                 "data_dir": data_dir,
                 **settings,
                 "engine": None if engine == "thread" else engine,
+                "replicas": replicas,
+                "ray": ray,
             },
         ):
             session_service = connect(url, api_key, metadata)
         else:
-            session_service = start_engine(models, data_dir, settings, engine)
+            session_service = start_engine(models, data_dir, settings, engine, replicas, ray)
         self._owns_service = service is None
         self._session = Session(session_service, metadata)
 

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from planish.engine.administration import Administration
 from planish.engine.base_models import BaseModels
@@ -211,6 +211,11 @@ class Engine:
         """Return the adapter of the checkpoint at a tinker:// path as a version."""
         self._check_open()
         return self._preparation.read_checkpoint(path, base_model)
+
+    def check(self, operation: Operation[Any]) -> None:
+        """Raise UserError if `submit` would reject this operation of a training model."""
+        self._check_open()
+        self._preparation.prepare(operation, Future())
 
     def micro_batch_rows(self, operation: ForwardBackward) -> list[int]:
         """Check an operation, and return the number of computed tokens of each of its

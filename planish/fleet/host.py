@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from planish.engine.engine import Engine
-from planish.engine.replication import CreateVersionSampler, ExportedWeights
+from planish.engine.replication import AdapterVersion, CreateVersionSampler, ExportedWeights
 from planish.engine.settings import EngineSettings
 from planish.fleet.link import EngineOptions, Event, Outcome, StreamedToken, transportable
 from planish.service import (
@@ -102,6 +102,10 @@ class EngineHost:
     def close(self, finish: bool) -> None:
         """Close the engine."""
         self._engine.close(finish)
+
+    def add_version(self, version: AdapterVersion) -> None:
+        """Make a version of another engine's adapter known."""
+        self._engine.add_version(version)
 
     def ping(self) -> None:
         """Return, so that the caller learns that this process answers."""

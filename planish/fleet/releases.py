@@ -9,11 +9,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+from planish.fleet.futures import copy_outcome
 from planish.processes.background import BackgroundThread
 from planish.service import Operation
 
@@ -43,18 +43,6 @@ class ReleaseQueue:
     def stop(self) -> None:
         """End the thread, without waiting."""
         self._items.put(None)
-
-
-def copy_outcome(source: Future[Any], target: Future[Any]) -> None:
-    """Complete `target` like the completed future `source`, unless it is already completed."""
-    with suppress(Exception):  # InvalidStateError: `target` was cancelled meanwhile
-        if source.cancelled():
-            if target.cancel():
-                target.set_running_or_notify_cancel()
-        elif (error := source.exception()) is not None:
-            target.set_exception(error)
-        else:
-            target.set_result(source.result())
 
 
 def _run(items: SimpleQueue[_Item], owner_ref: Callable[[], _Owner | None]) -> None:

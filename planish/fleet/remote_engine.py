@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from planish.errors import EngineClosedError, UnsupportedError, UserError
+from planish.fleet.futures import RemoteFuture
 from planish.fleet.host import Submission
 from planish.fleet.link import Link, Outcome, ReplicaLostError, StreamedToken
 from planish.fleet.releases import ReleaseQueue
@@ -33,39 +34,6 @@ from planish.service import (
 from planish.types import Checkpoint, GetServerCapabilitiesResponse
 
 R = TypeVar("R")
-
-
-class RemoteFuture(Future[R]):
-    """The future of an operation in another process. `cancel` asks the engine there."""
-
-    def __init__(self, ask_to_cancel: Callable[[], bool]) -> None:
-        super().__init__()
-        self._ask_to_cancel: Callable[[], bool] | None = ask_to_cancel
-        self.add_done_callback(_forget_engine)
-
-    def cancel(self) -> bool:
-        """Cancel the operation, and return whether that was possible."""
-        ask_to_cancel = self._ask_to_cancel
-        if self.done() or ask_to_cancel is None:
-            return self.cancelled()
-        return ask_to_cancel() and self.cancel_here()
-
-    def cancel_here(self) -> bool:
-        """Cancel the future alone, and wake up those that wait for it."""
-        was_cancelled = super().cancel()
-        if was_cancelled:
-            with suppress(RuntimeError):  # another thread has done the same
-                self.set_running_or_notify_cancel()
-        return was_cancelled
-
-    def forget_engine(self) -> None:
-        """Drop the reference to the engine, so that a result does not keep the process alive."""
-        self._ask_to_cancel = None
-
-
-def _forget_engine(future: Future[Any]) -> None:
-    assert isinstance(future, RemoteFuture)
-    future.forget_engine()
 
 
 @dataclass(frozen=True)

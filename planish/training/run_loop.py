@@ -265,7 +265,7 @@ def open_client(
     options: Any, service_client: ServiceClient | None, other_models: Sequence[str | None] = ()
 ) -> Iterator[ServiceClient]:
     """Provide `service_client` within the block. If it is None, open a client for the block: in
-    this process, or at the options' `base_url`. `other_models` are additional base models to load.
+    this process, on the options' `replicas`, or at their `base_url`. `other_models` are additional base models to load.
     """
     if service_client is not None:
         yield service_client
@@ -275,7 +275,11 @@ def open_client(
         options.base_url, getattr(options, "model_name", None), *other_models
     )
     with ServiceClient(
-        base_url=options.base_url, models=models, deterministic=deterministic
+        base_url=options.base_url,
+        models=models,
+        deterministic=deterministic,
+        replicas=getattr(options, "replicas", None),
+        ray=getattr(options, "ray", None),
     ) as own_client:
         yield own_client
 

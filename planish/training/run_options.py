@@ -46,6 +46,12 @@ class ModelOptions:
     base_url: str | None = chz.field(
         default=None, doc="URL of a server; none = train in this process"
     )
+    replicas: int | None = chz.field(
+        default=None, doc="number of engines, each on a device of its own; none = one"
+    )
+    ray: str | None = chz.field(
+        default=None, doc="address of a Ray cluster: auto or HOST:PORT; none = this machine"
+    )
     load_checkpoint_path: str | None = chz.field(
         default=None,
         doc="weights to start from: a checkpoint or a run directory; none = a new adapter",
@@ -245,6 +251,8 @@ RESUMABLE_CHECKPOINT_OPTIONS = (
 RESUMABLE_OPTIONS = (
     *RESUMABLE_CHECKPOINT_OPTIONS,
     "base_url",
+    "replicas",
+    "ray",
     "rolling_save_every",
     "rolling_ttl_seconds",
     "loggers",

@@ -1,0 +1,283 @@
+"""`Fleet`: `Service` in front of several replicas, each with a whole engine.
+
+Results have the same bits for every number of replicas of one kind of device. Random numbers depend
+on seed, sample and position only. Micro-batches depend on the call only, and their gradients are
+added in a fixed order (engine/training/gradient_tree.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from planish.engine.replication import AdapterVersion
+from planish.errors import CheckpointError, EngineClosedError, UserError
+from planish.fleet.link import Link, ReplicaLostError
+from planish.fleet.releases import ReleaseQueue
+from planish.fleet.replica import Replica, SharedVersion
+from planish.fleet.replica_set import SILENT_SECONDS, ReplicaSet
+from planish.fleet.samplers import FleetSampler, FleetSamplers
+from planish.fleet.training import FleetModel
+from planish.service import (
+    CheckpointInfo,
+    CreateModel,
+    CreateSampler,
+    Operation,
+    PublishSampler,
+    ReleaseSampler,
+    Sample,
+    SamplerInfo,
+    UnloadModel,
+)
+from planish.types import Checkpoint, GetServerCapabilitiesResponse
+
+R = TypeVar("R")
+_NUM_THREADS = 16
+
+
+class Fleet:
+    """Several replicas that act as one engine."""
+
+    def __init__(
+        self,
+        start_link: Callable[[], Link],
+        num_replicas: int,
+        put: Callable[[AdapterVersion], Any] = lambda version: version,
+        on_close: Callable[[], None] = lambda: None,
+        silent_seconds: float = SILENT_SECONDS,
+    ) -> None:
+        """Start the replicas.
+
+        `start_link` starts a process. `put` stores a version of an adapter, and returns what the
+        replicas get in its place. A replica that does not answer for `silent_seconds` is replaced.
+        """
+        self._put = put
+        self._on_close = on_close
+        self._is_closed = False
+        self._models: dict[str, FleetModel] = {}
+        self._created_model_ids: set[str] = set()
+        self._versions: dict[str, SharedVersion] = {}
+        self._version_uses: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="planish-fleet")
+        self.replicas = ReplicaSet(
+            start_link, num_replicas, self._describe_loss, self._handle_loss, silent_seconds
+        )
+        self._samplers = FleetSamplers(self.replicas, self._threads, self._drop_version)
+        self._releases = ReleaseQueue(self)
+
+    def submit(self, operation: Operation[R]) -> Future[R]:
+        """Queue an operation. See `Service.submit`."""
+        self._check_open()
+        future: Future[Any]
+        match operation:
+            case CreateModel():
+                future = self._create_model(operation)
+            case PublishSampler():
+                future = self._publish(operation)
+            case CreateSampler():
+                future = self._create_sampler(operation)
+            case Sample():
+                future = self._samplers.sample(operation)
+            case UnloadModel():
+                if operation.model_id not in self._models:
+                    raise _unknown_model(operation.model_id)
+                future = self._releases.put(operation)
+            case ReleaseSampler():
+                future = self._releases.put(_Release(self._samplers.remove(operation.sampler_id)))
+            case _:
+                future = self._model(operation.model_id).submit(operation)  # pyright: ignore[reportAttributeAccessIssue]
+        return future
+
+    def capabilities(self) -> GetServerCapabilitiesResponse:
+        """Return the available base models."""
+        return self._call("capabilities")
+
+    def sampler_info(self, sampler_id: str) -> SamplerInfo:
+        """Return a sampler's base model and checkpoint."""
+        return self._samplers.info(sampler_id)
+
+    def tokenizer_directory(self, base_model: str) -> Path:
+        """Return the directory with the base model's tokenizer files."""
+        return self._call("tokenizer_directory", base_model)
+
+    def checkpoints(self, run_id: str | None = None) -> list[Checkpoint]:
+        """Return saved checkpoints, newest first. Raises CheckpointError if the run is unknown."""
+        try:
+            return self._call("checkpoints", run_id)
+        except CheckpointError:
+            # Only the home replica knows a model without checkpoints.
+            if run_id in self._created_model_ids:
+                return []
+            raise
+
+    def checkpoint_info(self, path: str) -> CheckpointInfo:
+        """Return the base model and adapter shape of the checkpoint at a tinker:// path."""
+        return self._call("checkpoint_info", path)
+
+    def delete_checkpoint(self, path: str) -> None:
+        """Delete the checkpoint at a tinker:// path."""
+        self._call("delete_checkpoint", path)
+
+    def close(self, finish: bool = True) -> None:
+        """Close all engines, and end their processes. See `Service.close`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.replicas.is_closing = True
+        try:
+            if finish:
+                for model in list(self._models.values()):
+                    model.wait_until_idle()
+            self.replicas.close(finish)
+        finally:
+            self._releases.stop()
+            self._threads.shutdown(wait=False)
+            self._on_close()
+
+    def run_release(self, operation: Operation[Any]) -> Future[Any]:
+        """Free a model or sampler. The thread of the releases calls this."""
+        if isinstance(operation, _Release):
+            self._samplers.release(operation.sampler)
+            done: Future[Any] = Future()
+            done.set_result(None)
+            return done
+        assert isinstance(operation, UnloadModel)
+        model = self._models.pop(operation.model_id)
+        try:
+            return model.submit(operation)
+        finally:
+            with self._lock:
+                model.home.num_models -= 1
+            model.drop_export()
+
+    def _create_model(self, operation: CreateModel) -> Future[Any]:
+        if operation.model_id in self._models:
+            raise UserError(f"model_id={operation.model_id!r} is already in use; choose another id")
+        if operation.base_model is not None:
+            base_model = operation.base_model
+        else:
+            assert operation.from_path is not None
+            base_model = self.checkpoint_info(operation.from_path).base_model
+        self.replicas.load_base_model(base_model)
+        home = self.replicas.choose_home()
+        with self._lock:
+            home.num_models += 1
+        try:
+            future = home.engine.submit(operation)
+        except BaseException:
+            with self._lock:
+                home.num_models -= 1
+            raise
+        self._models[operation.model_id] = FleetModel(
+            operation.model_id, base_model, home, self.replicas, self._share, self._drop_version
+        )
+        self._created_model_ids.add(operation.model_id)
+        return future
+
+    def _publish(self, operation: PublishSampler) -> Future[str]:
+        model = self._model(operation.model_id)
+        sampler = self._samplers.add(SamplerInfo(operation.sampler_id, model.base_model, None))
+        future: Future[str] = Future()
+        try:
+            exported = model.export()
+        except BaseException:
+            self._samplers.remove(operation.sampler_id)
+            raise
+        exported.add_done_callback(
+            lambda _: self._threads.submit(self._finish_publish, sampler, exported, future)
+        )
+        return future
+
+    def _finish_publish(
+        self, sampler: FleetSampler, exported: Future[SharedVersion], future: Future[str]
+    ) -> None:
+        error = exported.exception()
+        self._samplers.set_source(sampler, None if error else exported.result(), error)
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(sampler.info.sampler_id)
+
+    def _create_sampler(self, operation: CreateSampler) -> Future[str]:
+        shared, base_model = None, operation.base_model
+        if operation.model_path is not None:
+            version = self._call("read_checkpoint", operation.model_path, base_model)
+            base_model, shared = version.base_model, self._share(version)
+        assert base_model is not None
+        self.replicas.load_base_model(base_model)
+        sampler = self._samplers.add(
+            SamplerInfo(operation.sampler_id, base_model, operation.model_path)
+        )
+        self._samplers.set_source(sampler, shared, None)
+        future: Future[str] = Future()
+        future.set_result(operation.sampler_id)
+        return future
+
+    def _share(self, version: AdapterVersion) -> SharedVersion:
+        """Store a version for all replicas, unless it is stored, and count one more use."""
+        with self._lock:
+            self._version_uses[version.name] += 1
+            shared = self._versions.get(version.name)
+            if shared is None:
+                shared = SharedVersion(version, self._put(version))
+                self._versions[version.name] = shared
+            return shared
+
+    def _drop_version(self, shared: SharedVersion) -> None:
+        """Count one use less, and forget the version after the last one."""
+        name = shared.version.name
+        with self._lock:
+            self._version_uses[name] -= 1
+            if self._version_uses[name]:
+                return
+            del self._version_uses[name], self._versions[name]
+        for replica in self.replicas.replicas:
+            if not replica.is_lost and not self._is_closed:
+                self._threads.submit(replica.drop_version, name)
+
+    def _describe_loss(self, operation: Operation[Any], error: ReplicaLostError) -> str:
+        model = self._models.get(getattr(operation, "model_id", None) or "")
+        return str(error) if model is None or model.loss is None else model.loss
+
+    def _handle_loss(self, replica: Replica) -> None:
+        for model in list(self._models.values()):
+            if model.home is replica:
+                model.lose(f"replica {replica.number}")
+        self._samplers.forget_replica(replica)
+
+    def _model(self, model_id: str) -> FleetModel:
+        model = self._models.get(model_id)
+        if model is None:
+            raise _unknown_model(model_id)
+        return model
+
+    def _call(self, name: str, *args: Any) -> Any:
+        """Call a method of any engine."""
+        self._check_open()
+        while True:
+            try:
+                return self.replicas.live()[0].engine.call(name, *args)
+            except ReplicaLostError:
+                continue
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineClosedError("the engine is closed; make a new ServiceClient")
+
+
+class _Release(Operation[None]):
+    """The release of a sampler that is no longer among the samplers in use."""
+
+    def __init__(self, sampler: FleetSampler) -> None:
+        self.sampler = sampler
+
+
+def _unknown_model(model_id: str) -> UserError:
+    return UserError(
+        f"model_id={model_id!r}: there is no such model, or it was unloaded; create one"
+    )

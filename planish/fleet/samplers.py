@@ -1,0 +1,262 @@
+"""The samplers of a fleet, and their requests, which any replica can answer."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from planish.errors import UserError
+from planish.fleet.futures import RemoteFuture, copy_outcome
+from planish.fleet.link import ReplicaLostError
+from planish.fleet.replica import Replica, SamplerSource, SharedVersion
+from planish.fleet.replica_set import ReplicaSet
+from planish.fleet.routing import PrefixTable
+from planish.service import ReleaseSampler, Sample, SampledToken, SamplerInfo
+from planish.types import SampleResponse
+
+
+@dataclass(eq=False)
+class FleetSampler:
+    """One sampler. Replicas create it when they get the first request."""
+
+    info: SamplerInfo
+    source: SamplerSource | None = None
+    """None until the weights are exported."""
+    failure: BaseException | None = None
+    """Why the sampler will never have weights."""
+    waiting: list[FleetSample] = field(default_factory=list)
+    """Requests that arrived before the weights."""
+    num_open: int = 0
+    """The number of requests without a response."""
+    is_released: bool = False
+
+
+class FleetSample:
+    """One request, which is sampled again elsewhere if its replica is lost."""
+
+    def __init__(self, operation: Sample, sampler: FleetSampler) -> None:
+        """Fix the seed, so that every attempt samples the same tokens."""
+        params = operation.sampling_params
+        if params.seed is None:
+            operation = replace(
+                operation, sampling_params=replace(params, seed=secrets.randbits(63))
+            )
+        self.operation = operation
+        self.sampler = sampler
+        self.future: RemoteFuture[SampleResponse] = RemoteFuture(self._cancel)
+        self._attempt: Future[SampleResponse] | None = None
+        self._num_delivered: Counter[int] = Counter()
+        """The number of streamed tokens of each sample that the caller has got."""
+
+    def submit(self, replica: Replica) -> Future[SampleResponse]:
+        """Submit the request to a replica."""
+        operation = self.operation
+        if operation.on_token is not None:
+            operation = replace(
+                operation, on_token=partial(self._deliver, operation.on_token, Counter())
+            )
+        self._attempt = replica.engine.submit(operation)
+        return self._attempt
+
+    def _cancel(self) -> bool:
+        return self._attempt is None or self._attempt.cancel()
+
+    def _deliver(
+        self,
+        on_token: Callable[[SampledToken], None],
+        num_seen: Counter[int],
+        token: SampledToken,
+    ) -> None:
+        """Pass on a token, unless an earlier attempt has delivered it."""
+        num_seen[token.sample] += 1
+        if num_seen[token.sample] > self._num_delivered[token.sample]:
+            self._num_delivered[token.sample] += 1
+            on_token(token)
+
+
+class FleetSamplers:
+    """All samplers of a fleet."""
+
+    def __init__(
+        self,
+        replicas: ReplicaSet,
+        threads: Executor,
+        on_unused: Callable[[SharedVersion], None],
+    ) -> None:
+        """`threads` runs what must not delay the caller. `on_unused` is called when a sampler no
+        longer needs its version.
+        """
+        self._replicas = replicas
+        self._threads = threads
+        self._on_unused = on_unused
+        self._samplers: dict[str, FleetSampler] = {}
+        self._prefixes = PrefixTable()
+        self._lock = threading.Lock()
+
+    def add(self, info: SamplerInfo) -> FleetSampler:
+        """Create a sampler without weights. Raise UserError if the id is in use."""
+        sampler = FleetSampler(info)
+        if self._samplers.setdefault(info.sampler_id, sampler) is not sampler:
+            raise UserError(f"sampler_id={info.sampler_id!r} is already in use; choose another id")
+        return sampler
+
+    def remove(self, sampler_id: str) -> FleetSampler:
+        """Remove a sampler from the ids in use, before it is released. A finalizer may call this."""
+        sampler = self._samplers.pop(sampler_id, None)
+        if sampler is None:
+            raise _unknown(sampler_id)
+        return sampler
+
+    def info(self, sampler_id: str) -> SamplerInfo:
+        """Return a sampler's base model and checkpoint."""
+        if sampler_id not in self._samplers:
+            raise _unknown(sampler_id)
+        return self._samplers[sampler_id].info
+
+    def set_source(
+        self, sampler: FleetSampler, shared: SharedVersion | None, failure: BaseException | None
+    ) -> None:
+        """Give a sampler its weights, or the reason why it has none. Start waiting requests."""
+        with self._lock:
+            sampler.failure = failure
+            if failure is None:
+                sampler.source = SamplerSource(
+                    sampler.info.sampler_id, sampler.info.base_model, shared
+                )
+            waiting, sampler.waiting = sampler.waiting, []
+        for sample in waiting:
+            self._threads.submit(self._dispatch_later, sample)
+        self._release_if_unused(sampler)
+
+    def sample(self, operation: Sample) -> Future[SampleResponse]:
+        """Submit a request to the best replica. Raise UserError for invalid input."""
+        sampler = self._samplers.get(operation.sampler_id)
+        if sampler is None:
+            raise _unknown(operation.sampler_id)
+        sample = FleetSample(operation, sampler)
+        with self._lock:
+            sampler.num_open += 1
+        try:
+            if sampler.source is None and sampler.failure is None:
+                checked = replace(operation, on_token=None)
+                self._replicas.live()[0].engine.call(
+                    "check_sample", sampler.info.base_model, checked
+                )
+                with self._lock:
+                    if sampler.source is None and sampler.failure is None:
+                        sampler.waiting.append(sample)
+                        return sample.future
+            self._dispatch(sample)
+        except BaseException:
+            self._close_request(sampler)
+            raise
+        return sample.future
+
+    def release(self, sampler: FleetSampler) -> None:
+        """Free a removed sampler as soon as its requests are done."""
+        sampler.is_released = True
+        self._release_if_unused(sampler)
+
+    def forget_replica(self, replica: Replica) -> None:
+        """Forget what a lost replica had cached."""
+        with self._lock:
+            self._prefixes.forget(replica.number)
+
+    def _dispatch(self, sample: FleetSample) -> None:
+        sampler, excluded = sample.sampler, set[Replica]()
+        if sampler.failure is not None:
+            raise UserError(f"sampler_id={sampler.info.sampler_id!r}: {sampler.failure}")
+        assert sampler.source is not None
+        while True:
+            replica, work = self._choose(sample, excluded)
+            try:
+                replica.add_sampler(sampler.source)
+                attempt = sample.submit(replica)
+            except ReplicaLostError:
+                # Another replica gets the request. `live` waits if there is none.
+                excluded.add(replica)
+                self._charge(replica, -work)
+            except BaseException:
+                self._charge(replica, -work)
+                raise
+            else:
+                break
+        attempt.add_done_callback(partial(self._finish, sample, replica, work))
+
+    def _dispatch_later(self, sample: FleetSample) -> None:
+        """Dispatch a request whose `submit` has returned."""
+        if sample.future.done():
+            self._close_request(sample.sampler)
+            return
+        try:
+            self._dispatch(sample)
+        except BaseException as error:
+            self._close_request(sample.sampler)
+            sample.future.set_exception(error)
+
+    def _choose(self, sample: FleetSample, excluded: set[Replica]) -> tuple[Replica, int]:
+        """Return the replica for a request and its work in tokens, and charge the work."""
+        live = self._replicas.live()
+        candidates = [replica for replica in live if replica not in excluded] or live
+        op, source = sample.operation, sample.sampler.source
+        assert source is not None
+        max_tokens = 0 if op.prompt_only else (op.sampling_params.max_tokens or 0)
+        version = source.base_model if source.shared is None else source.shared.version.name
+        with self._lock:
+            number, work = self._prefixes.choose(
+                op.prompt.to_ints(),
+                version,
+                op.num_samples * max_tokens,
+                # Of equal replicas, the one that has answered the fewest requests comes first.
+                {r.number: r.load for r in sorted(candidates, key=lambda r: r.num_samples)},
+            )
+            (replica,) = (replica for replica in candidates if replica.number == number)
+            replica.load += work
+        return replica, work
+
+    def _charge(self, replica: Replica, work: int) -> None:
+        with self._lock:
+            replica.load += work
+
+    def _finish(
+        self, sample: FleetSample, replica: Replica, work: int, attempt: Future[SampleResponse]
+    ) -> None:
+        self._charge(replica, -work)
+        error = None if attempt.cancelled() else attempt.exception()
+        if isinstance(error, ReplicaLostError) and not self._replicas.is_closing:
+            self._threads.submit(self._dispatch_later, sample)
+            return
+        replica.num_samples += 1
+        self._close_request(sample.sampler)
+        copy_outcome(attempt, sample.future)
+
+    def _close_request(self, sampler: FleetSampler) -> None:
+        with self._lock:
+            sampler.num_open -= 1
+        self._release_if_unused(sampler)
+
+    def _release_if_unused(self, sampler: FleetSampler) -> None:
+        with self._lock:
+            is_ready = sampler.source is not None or sampler.failure is not None
+            if not sampler.is_released or sampler.num_open or not is_ready:
+                return
+            source, sampler.source = sampler.source, None
+            sampler.failure = UserError("it was released")
+        if source is None:
+            return
+        for replica in self._replicas.replicas:
+            if replica.remove_sampler(source.sampler_id) and not replica.is_lost:
+                replica.engine.submit(ReleaseSampler(source.sampler_id))
+        if source.shared is not None:
+            self._on_unused(source.shared)
+
+
+def _unknown(sampler_id: str) -> UserError:
+    return UserError(
+        f"sampler_id={sampler_id!r}: there is no such sampler, or it was released; create one"
+    )

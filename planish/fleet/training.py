@@ -1,0 +1,342 @@
+"""A training model of a fleet: its order of operations, and the spread of its gradients.
+
+The home replica of a model has its gradient and optimizer state. It runs all operations of the
+model, except that the micro-batches of a `ForwardBackward` are spread over all replicas.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+from planish.engine.replication import (
+    AdapterVersion,
+    ComputePart,
+    ExportWeights,
+    FinishParts,
+    RejectNextStep,
+    SentPart,
+)
+from planish.errors import EngineClosedError, UserError
+from planish.fleet.futures import RemoteFuture, copy_outcome
+from planish.fleet.link import ReplicaLostError
+from planish.fleet.replica import Replica, SharedVersion
+from planish.fleet.replica_set import ReplicaSet
+from planish.processes.background import BackgroundThread
+from planish.service import (
+    DeferredForwardBackward,
+    ForwardBackward,
+    LoadWeights,
+    Operation,
+    OptimStep,
+    SaveWeights,
+)
+
+_CLOSE_CHECK_SECONDS = 0.5
+
+
+class Step:
+    """An operation of a training model that waits for its turn."""
+
+    def __init__(self, operation: Operation[Any]) -> None:
+        self.operation = operation
+        self.future: RemoteFuture[Any] = RemoteFuture(self._cancel)
+        self._attempt: Future[Any] | None = None
+        self._has_begun = False
+
+    def begin(self) -> bool:
+        """Begin, and return False if the operation was cancelled."""
+        self._has_begun = True
+        return not self.future.cancelled()
+
+    def follow(self, attempt: Future[Any]) -> None:
+        """Take the outcome of a submitted operation."""
+        self._attempt = attempt
+        attempt.add_done_callback(partial(copy_outcome, target=self.future))
+
+    def fail(self, error: BaseException) -> None:
+        """Fail the operation, unless it is done."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+    def _cancel(self) -> bool:
+        if self._attempt is not None:
+            return self._attempt.cancel()
+        return not self._has_begun
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a call that a replica computes."""
+
+    micro_batches: range
+    replica: Replica
+    future: Future[SentPart]
+
+
+class FleetModel:
+    """One training model."""
+
+    def __init__(
+        self,
+        model_id: str,
+        base_model: str,
+        home: Replica,
+        replicas: ReplicaSet,
+        share: Callable[[AdapterVersion], SharedVersion],
+        on_unused: Callable[[SharedVersion], None],
+    ) -> None:
+        """`share` stores a version for all replicas. `on_unused` is called when the model no longer
+        needs a version that it shared.
+        """
+        self.model_id = model_id
+        self.base_model = base_model
+        self.home = home
+        self.last_checkpoint: str | None = None
+        """The path of the newest saved training checkpoint."""
+        self.loss: str | None = None
+        """Why the model is gone, if its home is lost."""
+        self._replicas = replicas
+        self._share = share
+        self._on_unused = on_unused
+        self._lock = threading.Lock()
+        self._steps: deque[Step] = deque()
+        self._exported: SharedVersion | None = None
+        """The present weights, if they were exported."""
+        self._is_running = False
+        self._idle = threading.Condition(self._lock)
+
+    def submit(self, operation: Operation[Any]) -> Future[Any]:
+        """Queue an operation. Raise UserError for invalid input."""
+        self._check()
+        is_spread = self._is_spread(operation)
+        with self._lock:
+            if not is_spread and not self._steps:
+                return self._submit_home(operation)
+            step = Step(operation)
+            self._steps.append(step)
+            if not self._is_running:
+                self._is_running = True
+                BackgroundThread(self._run, "planish-model", exit_seconds=0.0)
+        return step.future
+
+    def export(self) -> Future[SharedVersion]:
+        """Return the version of the weights after all submitted operations."""
+        shared: Future[SharedVersion] = Future()
+        operation = ExportWeights(self.model_id)
+        source = self.submit(operation)
+        source.add_done_callback(partial(self._finish_export, shared))
+        return shared
+
+    def wait_until_idle(self) -> None:
+        """Wait until every operation was submitted to the home replica."""
+        with self._lock:
+            self._idle.wait_for(lambda: not self._steps)
+
+    def lose(self, reason: str) -> None:
+        """Record that the home replica is lost."""
+        remedy = (
+            f"load the last checkpoint, {self.last_checkpoint}"
+            if self.last_checkpoint
+            else "there is no checkpoint, so create it again"
+        )
+        self.loss = (
+            f"model_id={self.model_id!r}: its weights and its optimizer state are lost, because the "
+            f"replica that trained it has ended ({reason}); {remedy}"
+        )
+
+    def drop_export(self) -> None:
+        """Forget the exported weights, because the model is unloaded."""
+        with self._lock:
+            self._forget_export()
+
+    def _check(self) -> None:
+        if self.loss is not None:
+            raise ReplicaLostError(self.loss)
+
+    def _is_spread(self, operation: Operation[Any]) -> bool:
+        """Return whether the operation may be spread. Raise UserError if it is invalid."""
+        if isinstance(operation, DeferredForwardBackward):
+            return len(self._replicas.live()) > 1
+        if not isinstance(operation, ForwardBackward) or len(self._replicas.live()) == 1:
+            if self._steps and not isinstance(operation, OptimStep):
+                # The home checks the operation only when its turn comes.
+                self.home.engine.call("check", operation)
+            return False
+        return len(self._rows(operation)) > 1 or bool(self._steps)
+
+    def _rows(self, operation: ForwardBackward) -> list[int]:
+        return self.home.engine.call("micro_batch_rows", operation)
+
+    def _submit_home(self, operation: Operation[Any]) -> Future[Any]:
+        """Submit an operation to the home replica. The caller has the lock."""
+        self._check()
+        if isinstance(operation, OptimStep | LoadWeights):
+            self._forget_export()
+        future = self.home.engine.submit(operation)
+        if isinstance(operation, SaveWeights):
+            future.add_done_callback(self._note_checkpoint)
+        return future
+
+    def _forget_export(self) -> None:
+        exported, self._exported = self._exported, None
+        if exported is not None:
+            self._on_unused(exported)
+
+    def _note_checkpoint(self, future: Future[Any]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            self.last_checkpoint = future.result().path
+
+    def _finish_export(self, shared: Future[SharedVersion], source: Future[AdapterVersion]) -> None:
+        try:
+            shared.set_result(self._share(source.result()))
+        except BaseException as error:
+            shared.set_exception(error)
+
+    def _run(self) -> None:
+        """Run the queued operations, until there are none."""
+        while True:
+            with self._lock:
+                if not self._steps:
+                    self._is_running = False
+                    self._idle.notify_all()
+                    return
+                step = self._steps[0]
+            try:
+                self._run_step(step)
+            except BaseException as error:
+                step.fail(error)
+            with self._lock:
+                self._steps.popleft()
+
+    def _run_step(self, step: Step) -> None:
+        operation = step.operation
+        adds_gradient = isinstance(operation, DeferredForwardBackward) or (
+            isinstance(operation, ForwardBackward) and not operation.forward_only
+        )
+        if not step.begin():
+            if adds_gradient:
+                self._reject_next_step(UserError("the forward_backward was cancelled"))
+            return
+        try:
+            if isinstance(operation, DeferredForwardBackward):
+                operation = self._with_data(operation)
+            rows = self._rows(operation) if isinstance(operation, ForwardBackward) else []
+            if len(rows) > 1 and isinstance(operation, ForwardBackward):
+                step.follow(self._spread(operation, rows))
+                return
+            with self._lock:
+                attempt = self._submit_home(operation)
+        except ReplicaLostError:
+            self._check()
+            raise
+        except Exception as error:
+            if adds_gradient:
+                self._reject_next_step(error)
+            raise
+        step.follow(attempt)
+
+    def _with_data(self, operation: DeferredForwardBackward) -> ForwardBackward:
+        """Wait for the data of an operation."""
+        data = operation.data
+        while not data.done():
+            wait([data], _CLOSE_CHECK_SECONDS)
+            if self._replicas.is_closing and not data.running() and not data.done():
+                raise EngineClosedError(
+                    "the engine was closed before this operation was done; make a new ServiceClient"
+                )
+        return ForwardBackward(
+            operation.model_id, data.result(), operation.loss_fn, operation.loss_fn_config
+        )
+
+    def _reject_next_step(self, error: BaseException) -> None:
+        with self._lock:
+            self._submit_home(RejectNextStep(self.model_id, error))
+
+    def _spread(self, operation: ForwardBackward, rows: Sequence[int]) -> Future[Any]:
+        """Compute the micro-batches on all replicas, and add the gradients on the home replica."""
+        live = self._replicas.live()
+        replicas = [self.home, *(replica for replica in live if replica is not self.home)]
+        shared = self._current_version() if len(replicas) > 1 else None
+        parts = [
+            self._start_part(operation, micro_batches, replica, shared)
+            for micro_batches, replica in zip(divide(rows, len(replicas)), replicas, strict=False)
+        ]
+        results = [self._result_of(operation, part) for part in parts]
+        num_tokens = operation.num_tokens
+        finish = FinishParts(
+            self.model_id, operation.loss_fn, num_tokens, results, operation.forward_only
+        )
+        with self._lock:
+            return self._submit_home(finish)
+
+    def _current_version(self) -> SharedVersion:
+        """Return the present weights of the home replica. No other operation is in progress."""
+        if self._exported is None:
+            with self._lock:
+                source = self._submit_home(ExportWeights(self.model_id))
+            self._exported = self._share(source.result())
+        return self._exported
+
+    def _start_part(
+        self,
+        operation: ForwardBackward,
+        micro_batches: range,
+        replica: Replica,
+        shared: SharedVersion | None,
+    ) -> _Part:
+        part = ComputePart(
+            operation.data,
+            operation.loss_fn,
+            micro_batches,
+            operation.loss_fn_config,
+            operation.forward_only,
+            model_id=self.model_id,
+        )
+        if replica is not self.home:
+            assert shared is not None
+            part = replace(part, model_id=None, version=shared.version.name)
+            try:
+                replica.add_version(shared)
+                future = replica.engine.submit(part)
+            except ReplicaLostError as error:
+                future = Future()
+                future.set_exception(error)
+        else:
+            future = replica.engine.submit(part)
+        return _Part(micro_batches, replica, future)
+
+    def _result_of(self, operation: ForwardBackward, part: _Part) -> SentPart:
+        """Return the result of a part. The home computes the part of a lost replica again."""
+        try:
+            result = part.future.result()
+        except ReplicaLostError:
+            if part.replica is self.home:
+                raise
+            again = self._start_part(operation, part.micro_batches, self.home, None)
+            return again.future.result()
+        if part.replica is not self.home:
+            part.replica.num_micro_batches += len(part.micro_batches)
+        return result
+
+
+def divide(rows: Sequence[int], count: int) -> list[range]:
+    """Divide micro-batches of these numbers of rows into at most `count` ranges of about equal
+    work. No range is empty.
+    """
+    count = min(count, len(rows))
+    ends = list(accumulate(rows))
+    borders = [0]
+    for part in range(1, count):
+        target = ends[-1] * part / count
+        nearest = min(range(len(rows)), key=lambda index: abs(ends[index] - target)) + 1
+        # Leave at least one micro-batch for this part and for each of the parts after it.
+        borders.append(min(max(nearest, borders[-1] + 1), len(rows) - (count - part)))
+    borders.append(len(rows))
+    return [range(start, stop) for start, stop in pairwise(borders)]

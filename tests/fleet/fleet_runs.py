@@ -1,0 +1,114 @@
+"""Fleets of tiny models for tests, and the training run by which they are compared."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
+from planish.fleet.fleet import Fleet
+from planish.fleet.link import EngineOptions
+from planish.fleet.ray_link import RayLink, Resources, import_ray
+from planish.fleet.start import checked_options
+
+WAIT = 240.0
+"""Seconds after which a test gives up on a result. A replica may have to be replaced meanwhile."""
+SETTINGS: dict[str, Any] = {"dtype": "float32", "micro_batch_tokens": 32}
+"""Small micro-batches, so that a call has a dozen of them."""
+
+
+def options(model_dir: Path, data_dir: Path) -> EngineOptions:
+    """Return the options of the engines of a fleet."""
+    return checked_options({"tiny": str(model_dir)}, data_dir, SETTINGS)
+
+
+def ray_fleet(model_dir: Path, data_dir: Path, num_replicas: int, **arguments: Any) -> Fleet:
+    """Return a fleet on the cluster of this process, with one CPU for each replica."""
+    engine_options = options(model_dir, data_dir)
+    return Fleet(
+        lambda: RayLink(engine_options, Resources(num_gpus=0, num_cpus=1)),
+        num_replicas,
+        put=import_ray().put,
+        **arguments,
+    )
+
+
+def run_grpo(
+    client: ServiceClient,
+    num_steps: int,
+    before_step: Callable[[int], object] = lambda step: None,
+    state: str | None = None,
+    first_step: int = 0,
+    save_every: int = 0,
+    on_save: Callable[[int, str], object] = lambda step, path: None,
+) -> list[Any]:
+    """Run GRPO steps. Return what they computed: tokens, logprobs, losses and gradient norms, and
+    last a hash of the adapter.
+    """
+    training_client = (
+        client.create_lora_training_client("tiny", rank=4, seed=1)
+        if state is None
+        else client.create_training_client_from_state_with_optimizer(state)
+    )
+    rows: list[Any] = []
+    for step in range(first_step, num_steps):
+        before_step(step)
+        sampling_client = training_client.save_weights_and_get_sampling_client()
+        params = SamplingParams(max_tokens=8, seed=step, stop=[])
+        prompts = [ModelInput.from_ints([1, 2, 3 + number]) for number in range(4)]
+        futures = [sampling_client.sample(prompt, 4, params) for prompt in prompts]
+        groups = [future.result(WAIT).sequences for future in futures]
+        data = [
+            datum
+            for prompt, group in zip(prompts, groups, strict=True)
+            for datum in _datums(prompt, group)
+        ]
+        backward = training_client.forward_backward(data, "importance_sampling")
+        update = training_client.optim_step(AdamParams(learning_rate=1e-2))
+        rows.append(
+            [
+                [(sequence.tokens, sequence.logprobs) for group in groups for sequence in group],
+                backward.result(WAIT).metrics,
+                update.result(WAIT).metrics,
+            ]
+        )
+        if save_every and (step + 1) % save_every == 0:
+            path = training_client.save_state(f"step-{step + 1}", overwrite=True).result(WAIT).path
+            on_save(step + 1, path)
+    rows.append(adapter_hash(client, training_client))
+    return rows
+
+
+def adapter_hash(client: ServiceClient, training_client: Any) -> str:
+    """Return a hash of the adapter's logprobs at all positions of a fixed text."""
+    tokens = list(range(1, 200))
+    datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
+    output = training_client.forward([datum], "cross_entropy").result(WAIT)
+    logprobs = output.loss_fn_outputs[0]["logprobs"].to_numpy()
+    return hashlib.sha256(logprobs.tobytes()).hexdigest()
+
+
+def _datums(prompt: ModelInput, group: Any) -> list[Datum]:
+    """Return the training data of a group. The reward is the share of even tokens."""
+    rewards = [sum(t % 2 == 0 for t in s.tokens) / len(s.tokens) for s in group]
+    mean = sum(rewards) / len(rewards)
+    data = []
+    for sequence, reward in zip(group, rewards, strict=True):
+        tokens = [*prompt.to_ints(), *sequence.tokens]
+        start = prompt.length - 1
+        num_targets = len(tokens) - 1
+        advantages = torch.zeros(num_targets)
+        advantages[start:] = reward - mean
+        logprobs = torch.zeros(num_targets)
+        logprobs[start:] = torch.tensor(sequence.logprobs)
+        data.append(
+            Datum(
+                ModelInput.from_ints(tokens[:-1]),
+                {"target_tokens": tokens[1:], "advantages": advantages, "logprobs": logprobs},
+            )
+        )
+    return data

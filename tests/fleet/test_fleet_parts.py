@@ -1,0 +1,99 @@
+"""The parts of a fleet that decide: who samples what, who computes what, and who is lost."""
+
+import threading
+
+import pytest
+
+from planish import UserError
+from planish.fleet.replica import Watch, check_same
+from planish.fleet.routing import PrefixTable
+from planish.fleet.training import divide
+
+PROMPT = list(range(640))
+
+
+def test_a_request_follows_its_prefix_while_that_saves_more_than_waiting_costs():
+    table = PrefixTable()
+    assert table.choose(PROMPT, "v1", 100, {0: 0, 1: 0}) == (0, 740)
+    # 640 cached tokens are worth more than 500 tokens of waiting, and less than 700.
+    assert table.choose([*PROMPT, 7], "v1", 100, {0: 500, 1: 0}) == (0, 101)
+    assert table.choose([*PROMPT, 7], "v1", 100, {0: 700, 1: 0}) == (1, 741)
+    # Now both have it.
+    assert table.choose(PROMPT, "v1", 0, {0: 700, 1: 0}) == (1, 0)
+
+
+def test_a_prefix_belongs_to_one_version_and_is_lost_with_its_replica():
+    table = PrefixTable()
+    table.choose(PROMPT, "v1", 0, {1: 0})
+    assert table.choose(PROMPT, "v2", 0, {0: 0, 1: 0}) == (0, 640)
+    table.forget(1)
+    assert table.choose(PROMPT, "v1", 0, {1: 0}) == (1, 640)
+
+
+def test_short_prompts_go_to_the_replica_with_the_least_work():
+    table = PrefixTable()
+    loads = {0: 0, 1: 0, 2: 0}
+    for number in range(9):
+        replica, work = table.choose([1, 2, number], "base", 10, loads)
+        loads[replica] += work
+    assert loads == {0: 39, 1: 39, 2: 39}
+
+
+@pytest.mark.parametrize("num_rows", range(1, 12))
+@pytest.mark.parametrize("count", range(1, 6))
+def test_micro_batches_are_divided_into_ranges_without_gaps(num_rows, count):
+    rows = [(7 * index) % 5 + 1 for index in range(num_rows)]
+    ranges = divide(rows, count)
+    assert [index for indices in ranges for index in indices] == list(range(num_rows))
+    assert len(ranges) == min(count, num_rows)
+    assert all(ranges)
+
+
+def test_the_work_is_about_equal():
+    assert divide([10] * 12, 3) == [range(4), range(4, 8), range(8, 12)]
+    assert divide([100, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10], 2) == [range(1), range(1, 11)]
+
+
+class SilentLink:
+    """A link whose process answers only when the test says so."""
+
+    def __init__(self) -> None:
+        self.answer = threading.Event()
+
+    def request(self, name: str) -> None:
+        assert name == "ping"
+        assert self.answer.wait(60)
+
+
+class SilentReplica:
+    def __init__(self) -> None:
+        self.link = SilentLink()
+
+
+def test_a_replica_is_given_up_when_it_is_silent_for_too_long():
+    now = [0.0]
+    watch = Watch(limit_seconds=10.0, clock=lambda: now[0])
+    replica = SilentReplica()
+    assert watch.tick([replica]) == []  # pyright: ignore[reportArgumentType]
+    for _ in range(3):
+        now[0] += 3.0
+        assert watch.tick([replica]) == []  # pyright: ignore[reportArgumentType]
+    now[0] += 3.0
+    assert watch.tick([replica]) == [replica]  # pyright: ignore[reportArgumentType]
+    replica.link.answer.set()
+
+
+def test_a_pause_of_this_process_is_no_silence_of_a_replica():
+    now = [0.0]
+    watch = Watch(limit_seconds=10.0, clock=lambda: now[0])
+    replica = SilentReplica()
+    watch.tick([replica])  # pyright: ignore[reportArgumentType]
+    now[0] += 3600.0
+    assert watch.tick([replica]) == []  # pyright: ignore[reportArgumentType]
+    replica.link.answer.set()
+
+
+def test_replicas_with_other_versions_or_weights_are_rejected():
+    check_same("the devices", {0: "a", 1: "a"})
+    with pytest.raises(UserError, match="the devices differ between replicas.*replica 1: b"):
+        check_same("the devices", {0: "a", 1: "b"})

@@ -1,0 +1,153 @@
+"""Fleets of one, two and three replicas on a real Ray cluster of this machine."""
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import wait
+
+import pytest
+
+pytest.importorskip("ray", reason="needs planish[ray]; run by make test-extras")
+
+from client_tests import *  # noqa: F403
+from fleet_runs import SETTINGS, WAIT, ray_fleet, run_grpo
+
+from planish import EngineClosedError, ModelInput, SamplingParams, ServiceClient, UserError
+from planish.fleet.fleet import Fleet
+from planish.fleet.ray_link import leave_cluster, start_cluster
+
+pytestmark = pytest.mark.slow
+
+NUM_STEPS = 20
+PARAMS = SamplingParams(max_tokens=200, seed=1, stop=[])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    start_cluster(num_cpus=6, num_gpus=0, object_store_bytes=100 << 20)
+    yield
+    leave_cluster()
+
+
+@pytest.fixture(scope="module")
+def two_replicas(model_dir, tmp_path_factory) -> Iterator[Fleet]:
+    fleet = ray_fleet(model_dir, tmp_path_factory.mktemp("data"), 2)
+    yield fleet
+    fleet.close(finish=False)
+
+
+@pytest.fixture
+def shared_service(two_replicas):
+    return two_replicas
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model_dir, tmp_path_factory) -> list:
+    """The run on an engine in this process."""
+    models, data = {"tiny": str(model_dir)}, tmp_path_factory.mktemp("own")
+    with ServiceClient(models=models, data_dir=data, **SETTINGS) as client:
+        return run_grpo(client, NUM_STEPS)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_any_number_of_replicas_has_the_bits_of_one_engine(
+    num_replicas, model_dir, tmp_path, undisturbed
+):
+    fleet = ray_fleet(model_dir, tmp_path, num_replicas)
+    try:
+        assert run_grpo(ServiceClient(service=fleet), NUM_STEPS) == undisturbed
+        replicas = fleet.replicas.replicas
+        assert all(replica.num_samples for replica in replicas)
+        spread = [replica.num_micro_batches for replica in replicas if replica.num_models == 0]
+        assert all(count >= NUM_STEPS for count in spread)
+    finally:
+        fleet.close(finish=False)
+
+
+def test_two_replicas_have_the_bits_of_one_engine(two_replicas, undisturbed):
+    assert run_grpo(ServiceClient(service=two_replicas), NUM_STEPS) == undisturbed
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_replica_changes_no_result(number, model_dir, tmp_path, undisturbed):
+    fleet = ray_fleet(model_dir, tmp_path, 2, silent_seconds=20.0)
+    try:
+
+        def disturb(step: int) -> None:
+            if step == 3:
+                (home,) = (r for r in fleet.replicas.replicas if r.num_models)
+                (other,) = (r for r in fleet.replicas.replicas if r is not home)
+                os.kill(other.link.machine.pid, number)
+
+        assert run_grpo(ServiceClient(service=fleet), NUM_STEPS, disturb) == undisturbed
+    finally:
+        fleet.close(finish=False)
+
+
+def test_the_loss_of_a_home_names_the_checkpoint_from_which_training_continues(
+    model_dir, tmp_path, undisturbed
+):
+    fleet = ray_fleet(model_dir, tmp_path, 2)
+    client = ServiceClient(service=fleet)
+    saved = {}
+
+    def kill_home(step: int) -> None:
+        if step == 12:
+            (home,) = (r for r in fleet.replicas.replicas if r.num_models)
+            os.kill(home.link.machine.pid, signal.SIGKILL)
+
+    try:
+        with pytest.raises(EngineClosedError, match="load the last checkpoint, tinker://") as info:
+            run_grpo(client, NUM_STEPS, kill_home, save_every=10, on_save=saved.__setitem__)
+        assert saved[10] in str(info.value)
+        rest = run_grpo(client, NUM_STEPS, state=saved[10], first_step=10)
+        assert rest == undisturbed[10:]
+    finally:
+        fleet.close(finish=False)
+
+
+def test_samples_of_a_lost_replica_are_sampled_again_with_the_same_tokens(model_dir, tmp_path):
+    fleet = ray_fleet(model_dir, tmp_path, 2)
+    client = ServiceClient(service=fleet)
+    try:
+        sampler = client.create_sampling_client(base_model="tiny")
+        prompts = [ModelInput.from_ints([1, 2, number]) for number in range(8)]
+        expected = [sampler.sample(p, 8, PARAMS).result(WAIT) for p in prompts]
+        futures = [sampler.sample(p, 8, PARAMS).future() for p in prompts]
+        os.kill(fleet.replicas.replicas[1].link.machine.pid, signal.SIGKILL)
+        assert not wait(futures, WAIT).not_done
+        assert [f.result().sequences for f in futures] == [r.sequences for r in expected]
+    finally:
+        fleet.close(finish=False)
+
+
+def test_bad_input_is_an_error_before_a_replica_starts(model_dir, tmp_path):
+    def start(**arguments):
+        return ServiceClient(models={"tiny": str(model_dir)}, data_dir=tmp_path, **arguments)
+
+    with pytest.raises(UserError, match=r"replicas=4096: each replica needs a device of its own"):
+        start(replicas=4096)
+    with pytest.raises(UserError, match=r"replicas=0: give a whole number of at least 1"):
+        start(replicas=0)
+    with pytest.raises(UserError, match=r"device='cuda:0' is one GPU"):
+        start(replicas=2, device="cuda:0")
+    with pytest.raises(UserError, match="engine='process' is for one engine"):
+        start(replicas=2, engine="process")
+    with pytest.raises(UserError, match="dtype='float16'"):
+        start(replicas=2, dtype="float16")
+    with pytest.raises(UserError, match="names a server, but replicas, ray configures"):
+        ServiceClient(base_url="http://127.0.0.1:1", replicas=2, ray="auto")
+
+
+def test_an_address_where_no_ray_answers_is_an_error(monkeypatch):
+    from planish.fleet import ray_link
+
+    monkeypatch.setattr(ray_link.import_ray(), "is_initialized", lambda: False)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        with pytest.raises(UserError, match=f"ray='{address}': no Ray cluster answers"):
+            ray_link.join_cluster(address)
+    with pytest.raises(UserError, match="ray='here': give 'auto' or HOST:PORT"):
+        ray_link.join_cluster("here")
