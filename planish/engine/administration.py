@@ -25,6 +25,16 @@ class Administration:
         self._store = store
         self._settings = settings
 
+    def preemptions(self) -> tuple[int, int]:
+        """Return the number of preemptions of samples so far, and the number of preempted samples
+        that wait for memory.
+        """
+        samplers = [base.sampler for base in self._base_models.loaded()]
+        return (
+            sum(sampler.num_preemptions for sampler in samplers),
+            sum(sampler.num_preempted_samples for sampler in samplers),
+        )
+
     def weights_fingerprint(self, base_model: str) -> str:
         """Return the fingerprint of the base model's weight files, which need not be loaded.
 

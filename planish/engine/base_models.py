@@ -320,6 +320,10 @@ class BaseModels:
         }
         return {name: model.config for name, model in loaded.items() if model is not None}
 
+    def loaded(self) -> list[BaseModel]:
+        """Return the base models that are loaded."""
+        return list(self._loaded.values())
+
     @property
     def mapping(self) -> dict[str, str]:
         """A copy of the configured mapping from names to directories or .gguf files."""

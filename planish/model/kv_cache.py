@@ -6,8 +6,8 @@ needed. The GPU kernels look up the address of each slot, so a GPU's pools leave
 (`GappedKVPool`).
 
 Attention sums the values of SPAN positions in one matmul, so capacities are multiples of SPAN
-(model/positions.py). On a CPU, a sample with a full slot moves to a pool of about twice the
-capacity. On a GPU, a sample gets a slot of its final capacity at once.
+(model/positions.py). A sample with a full slot moves to a pool of a larger capacity
+(`grown_capacity`).
 
 Prompts and sampled tokens are in different pools, so that all samples of a prompt share its slot.
 A span is never split between the two slots: samples share only the whole spans of the prompt, and

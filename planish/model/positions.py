@@ -16,6 +16,14 @@ Each entry contains the state after its last position. A state is as large as th
 hundreds to thousands of positions, so entries of CHUNK positions would waste memory.
 """
 
+GPU_BLOCK = 1024
+"""The positions by which the slot of a sample grows at least on a GPU. A move of a slot takes more
+kernel launches than a decoding step, so moves must be rare.
+"""
+
+_MAX_DOUBLED = 256
+"""The largest capacity to which slots grow by doubling."""
+
 
 def round_up_to_spans(positions: int) -> int:
     """Return `positions` rounded up to a multiple of SPAN."""
@@ -36,10 +44,14 @@ def sample_capacity(prompt_tokens: int, max_tokens: int) -> int:
     return capacity_for(prompt_tokens % SPAN + max_tokens - 1)
 
 
-def grown_capacity(positions: int, limit: int) -> int:
+def grown_capacity(positions: int, limit: int, block: int) -> int:
     """Return the capacity of the slot that a growing sample moves to.
 
-    The capacity is a power of two, or `limit` (from `sample_capacity`) if that is less. Doubling
-    keeps the number of moves logarithmic.
+    The capacity is a power of two up to 256. Above that it is a multiple of an eighth of the next
+    power of two, so that at most a fifth of a long slot is unused. The number of moves is
+    logarithmic. In any case the capacity is a multiple of `block`, or `limit` (from
+    `sample_capacity`) if that is less.
     """
-    return min(limit, max(SPAN, 1 << max(0, positions - 1).bit_length()))
+    power = 1 << max(0, positions - 1).bit_length()
+    step = max(block, power if power <= _MAX_DOUBLED else power // 8)
+    return min(limit, max(1, -(-positions // step)) * step)

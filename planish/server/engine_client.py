@@ -148,6 +148,12 @@ class EngineClient:
             lambda: self._administration.weights_fingerprint(base_model)
         )
 
+    def preemptions(self) -> tuple[int, int]:
+        """Return the number of preemptions of samples so far, and the number of preempted samples
+        that wait for memory.
+        """
+        return self._administration.preemptions()
+
     async def tokenizer_directory(self, base_model: str) -> Path:
         """Return the directory of a base model's tokenizer."""
         return await self.run_in_thread(lambda: self._engine.tokenizer_directory(base_model))

@@ -64,6 +64,10 @@ class Counters:
     """The number of sequences in the engine at the start of each sample request, summed over all
     sample requests. Divided by `num_sample_requests`, it is the mean batch size.
     """
+    num_preemptions: int = counter(
+        "planish_preemptions",
+        "Number of times that a sample left the KV cache because others needed the memory",
+    )
     num_snapshots: int = counter("planish_snapshots", "Number of model snapshots written")
     replayed_requests: int = counter(
         "planish_replayed_requests", "Number of requests replayed to load a model"
@@ -113,6 +117,10 @@ class Metrics:
     )
     waiting_sequences: int = metric(
         "planish_samples_waiting", "Number of sample requests that wait for a slot"
+    )
+    preempted_sequences: int = metric(
+        "planish_sequences_preempted",
+        "Number of preempted sequences in the engine, which wait for memory of the KV cache",
     )
     running_training_operations: int = metric(
         "planish_training_running", "Number of training operations in the engine"

@@ -333,11 +333,14 @@ class Server:
         """Return the counters since the start, and the current values of the gauges."""
         cache, request_log = self.adapter_cache, self.request_log
         snapshots = await self.store.read(count, ModelRow, "snapshot IS NOT NULL")
+        counters = deepcopy(self.counters)
+        counters.num_preemptions, num_preempted = self.engine.preemptions()
         return Metrics(
-            counters=deepcopy(self.counters),
+            counters=counters,
             queued_requests=request_log.queued_counts(),
             running_sequences=self.sampling_queue.used_slots,
             waiting_sequences=self.sampling_queue.num_waiting,
+            preempted_sequences=num_preempted,
             running_training_operations=self.training_queue.used_slots,
             waiting_training_operations=self.training_queue.num_waiting,
             open_sessions=self.sessions.open_count,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planish.model.kv_cache import GappedKVPool, KVBudget, KVPool, KVPools, KVSpec
-from planish.model.positions import capacity_for, grown_capacity, sample_capacity
+from planish.model.positions import GPU_BLOCK, SPAN, capacity_for, grown_capacity, sample_capacity
 
 SHAPE = KVSpec(
     num_layers=2, num_heads=3, head_dim=4, dtype=torch.float32, device=torch.device("cpu")
@@ -181,10 +181,23 @@ def test_slot_capacities_are_multiples_of_span():
     assert [sample_capacity(prompt, 256) for prompt in (64, 65, 66, 127)] == [256, 256, 320, 320]
 
 
-def test_a_growing_sample_doubles_its_capacity_up_to_its_limit():
-    assert [grown_capacity(n, 320) for n in (1, 64, 65, 129, 257, 320)] == [
+def test_a_growing_sample_wastes_at_most_a_fifth_of_a_long_slot():
+    assert [grown_capacity(n, 320, SPAN) for n in (1, 64, 65, 129, 257, 320)] == [
         64, 64, 128, 256, 320, 320,
     ]  # fmt: skip
+    for positions in range(257, 20_000, 7):
+        capacity = grown_capacity(positions, 10**6, SPAN)
+        assert 0 <= capacity - positions < capacity / 5
+        assert capacity % SPAN == 0
+        assert grown_capacity(capacity, 10**6, SPAN) == capacity
+
+
+def test_slots_on_a_gpu_grow_by_whole_blocks():
+    numbers = (1, 1024, 1025, 5000, 8192, 8193, 20_000)
+    assert [grown_capacity(n, 10**6, GPU_BLOCK) for n in numbers] == [
+        1024, 1024, 2048, 5120, 8192, 10_240, 20_480,
+    ]  # fmt: skip
+    assert grown_capacity(1025, 1600, GPU_BLOCK) == 1600
 
 
 @pytest.mark.parametrize("kind", [KVPool, GappedKVPool])

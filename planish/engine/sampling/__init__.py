@@ -4,6 +4,7 @@ The path of a sample, by module:
 
     sampler.py      submit: a `Sample` operation becomes a `Request` (requests.py)
     scheduler.py    the request gets a `Prompt` and, as memory allows, `RunningSample`s
+                    (reservations.py); samples that do not fit any more are preempted
     slots.py        the prompt and its samples get slots in the KV cache
     prefill.py      steps compute the prompt, from its cached prefix (prefix_cache.py)
     plan.py         each step, the newest token of every sample becomes a row of a `StepPlan`

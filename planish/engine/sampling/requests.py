@@ -15,7 +15,7 @@ import numpy as np
 
 from planish.engine.sampling.randomness import UniformStream
 from planish.engine.sampling.stopping import StopCondition, StopMatcher
-from planish.model.positions import SPAN, capacity_for
+from planish.model.positions import SPAN, capacity_for, sample_capacity
 from planish.model.vision.image_tokens import FIRST_IMAGE_TOKEN, InputTokens
 from planish.service import Sample
 from planish.types import SampledSequence, SampleResponse, StopReason
@@ -202,11 +202,16 @@ class RunningSample:
 
     Its slot contains the prompt's last `length % SPAN` positions and all sampled tokens except the
     last. The last token's keys and values are computed when it goes through the decoder.
+
+    A preempted sample has no slot. When it resumes, it continues a new prompt: the request's prompt
+    and all of its own tokens except the last. Its slot then contains only the tokens that it
+    samples after that.
     """
 
     request: Request
     index: int
     prompt: Prompt
+    """The prompt that the sample continues: that of its request until it is preempted."""
     uniform_stream: UniformStream
     grammar: GrammarState | None = None
     """The sample's position in the grammar of its constraint; None without a constraint."""
@@ -223,6 +228,11 @@ class RunningSample:
     """Whether the current decoding step writes to `next_state`."""
     slot: int = -1
     capacity: int = 0
+    reserved_capacity: int = 0
+    """The capacity that is reserved for its slot, which gets it in the next decoding step."""
+    num_prefilled_tokens: int = 0
+    """The number of its tokens that are in `prompt`, because it was preempted."""
+    num_preemptions: int = 0
     num_rows: int = 1
     """The number of batch rows in the current decoding step: the last token, and forced tokens of
     the grammar that follow it.
@@ -243,7 +253,14 @@ class RunningSample:
     @property
     def stored(self) -> int:
         """The number of positions in the slot before the last token goes through the decoder."""
-        return self.prompt.length % SPAN + len(self.tokens) - 1
+        return self.prompt.length % SPAN + len(self.tokens) - self.num_prefilled_tokens - 1
+
+    @property
+    def max_capacity(self) -> int:
+        """The capacity of its slot at its maximum length."""
+        return sample_capacity(
+            self.prompt.length, self.request.max_tokens - self.num_prefilled_tokens
+        )
 
     def use_next_state(self) -> None:
         """Continue from the state that a decoding step wrote, unless the sample got no token."""
@@ -252,7 +269,7 @@ class RunningSample:
             self.recurrent_state, self.next_state = self.next_state, self.recurrent_state
 
     def free_states(self) -> None:
-        """Free the recurrent states of a sample that has ended."""
+        """Free the recurrent states of a sample that has ended or is preempted."""
         self.recurrent_state = self.next_state = None
 
     @property
@@ -279,7 +296,7 @@ class RunningSample:
     @property
     def position(self) -> int:
         """The RoPE position of the last token."""
-        return self.prompt.length + len(self.tokens) - 1 + self.prompt.input.rope_offset
+        return len(self.request.tokens) + len(self.tokens) - 1 + self.request.input.rope_offset
 
 
 def _bits(tokens: Iterable[int], vocab_size: int) -> np.ndarray:

@@ -55,6 +55,7 @@ from planish.model.base_decoder import BaseDecoder
 from planish.model.delta_net import state_bytes
 from planish.model.kv_cache import KVSpec
 from planish.model.lora import LoraWeights
+from planish.model.positions import GPU_BLOCK, SPAN
 from planish.model.vision.image_tokens import read_input, with_image_token
 from planish.service import Sample
 from planish.types import SampleResponse
@@ -91,12 +92,10 @@ class Sampler:
         self._head = SamplingHead(decoder)
         spec = decoder.backend.kv_spec
         self._runner = _model_runner(decoder, self._head, spec, settings)
-        # On a GPU, moving a growing sample would take more kernel launches than a decoding step.
         self._slots = Slots(
             spec,
             settings.kv_cache_bytes,
             self._runner.pool_class,
-            grows=decoder.backend.uses_main_memory,
         )
         self._prefill = Prefill(decoder, self._head, self._slots, settings)
         self._selection = Selection(decoder, self._head, grammars)
@@ -104,6 +103,8 @@ class Sampler:
         self._requests = OpenRequests()
         self._turns = DecodingTurns()
         self._request_numbers = itertools.count()
+        self.num_preemptions = 0
+        """The number of preemptions so far."""
         self._next_prefill_time = 0.0
         """When the next prompts may be prefilled (perf_counter). While requests of several owners
         are open, at most half of the time is spent on prompts, so that the requests of one owner do
@@ -118,11 +119,17 @@ class Sampler:
             self.settings.max_prefill_tokens_per_step,
             self._prefill.chunk_size,
             -(-state_bytes(self._decoder.config, self._decoder.dtype) // bytes_per_position),
+            SPAN if self._backend.uses_main_memory else GPU_BLOCK,
         )
 
     def record_cuda_graphs(self) -> None:
         """Record the CUDA graphs of decoding steps if this model uses them, else do nothing."""
         self._runner.record()
+
+    @property
+    def num_preempted_samples(self) -> int:
+        """The number of preempted samples that wait for memory."""
+        return len(self._scheduler.preempted)
 
     @property
     def busy(self) -> bool:
@@ -142,7 +149,7 @@ class Sampler:
         positions = self._scheduler.num_needed_positions(
             prompt_length, max_tokens, constraint is not None
         )
-        if positions > self._scheduler.max_positions:
+        if positions > self._scheduler.reservations.max_positions:
             raise UserError(
                 f"a prompt of {prompt_length} tokens with max_tokens={max_tokens} needs "
                 f"{positions * self._slots.spec.bytes_per_position:,} bytes for keys and values, "
@@ -210,7 +217,9 @@ class Sampler:
         if has_prefilled:
             end_time = perf_counter()
             self._next_prefill_time = end_time + (end_time - start_time)
-        decoding_samples = [sample for sample in self._scheduler.running if sample.tokens]
+        decoding_samples = [
+            sample for sample in self._scheduler.running if sample.tokens and sample.prompt.is_ready
+        ]
         # A sample whose mask is missing is decoded too: if the mask is still missing after the
         # pass, the sample's logits are discarded, and a later step decodes it again.
         if decoding_samples and not all(sample.awaits_mask for sample in decoding_samples):
@@ -274,15 +283,36 @@ class Sampler:
     def _decoding_step(self, samples: Sequence[RunningSample]) -> None:
         """Run each sample's last token through the decoder and sample its next token.
 
-        The forced tokens of a sample's grammar go through the decoder in the same step.
+        The forced tokens of a sample's grammar go through the decoder in the same step. If the rows
+        do not fit into the KV cache, some running samples are preempted first.
         """
         set_row_counts(samples, self.settings.max_batch)
+        samples = self._preempt_for(samples)
+        if not samples:
+            return
         plan = plan_decoding(samples, self._slots, self._backend, self._runner.row_multiple)
         output = self._runner.run(plan)
         self._apply(plan.sampled, output)
         if plan.recurrence is not None:
             for sample in plan.sampled.samples:
                 sample.use_next_state()
+
+    def _preempt_for(self, samples: Sequence[RunningSample]) -> Sequence[RunningSample]:
+        """Preempt running samples until the next rows of `samples` fit. Return those of `samples`
+        that are still running.
+        """
+        while (victim := self._scheduler.next_victim(samples)) is not None:
+            self._preempt(victim)
+            samples = [sample for sample in samples if sample is not victim]
+        return samples
+
+    def _preempt(self, sample: RunningSample) -> None:
+        """Remove a sample from the batch, and free its memory, until it can resume."""
+        self._slots.free_samples([sample])
+        self._scheduler.preempt(sample)
+        self.num_preemptions += 1
+        sample.free_states()
+        self._release_unused_prompts([sample.prompt])
 
     def _apply(self, rows: SampleRows, output: StepOutput) -> None:
         """Append the next tokens to the samples, and finish samples that stop."""

@@ -2,8 +2,16 @@
 
 This module makes decisions only and touches no tensors. Owners take turns: the first waiting
 request of each owner comes before the second of any other. Requests of one owner are admitted in
-their order of arrival. When a sample starts, the scheduler reserves memory for its maximum length,
-so no running sample is ever preempted. Requests that do not fit wait.
+their order of arrival. When a sample starts, the scheduler reserves memory for its expected length
+(reservations.py). Requests that do not fit wait.
+
+If the running samples need more memory than there is, the scheduler preempts some of them. Among
+the samples of the owner with the most memory, it chooses the one that arrived last. A preempted
+sample leaves its slot and waits. Samples that wait so come before their owner's new requests. When
+there is memory again, the sample's tokens are prefilled like a prompt, and it continues. Prefill
+and decoding give the same bits, so its tokens and logprobs are the same as without a preemption.
+After `MAX_PREEMPTIONS` preemptions, a sample resumes when there is memory for its maximum length,
+and is not preempted again.
 
 A request first waits until it fits. Then its prompt becomes active and is prefilled in one or more
 steps, except for the cached prefix. Then its samples run, and at last its response is delivered.
@@ -13,15 +21,18 @@ Requests with the same prompt and the same weights share one active prompt.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from planish.engine.sampling.prefix_cache import PrefixCache
 from planish.engine.sampling.randomness import UniformStream
 from planish.engine.sampling.requests import Prompt, Request, RunningSample
-from planish.model.positions import CHUNK, capacity_for, sample_capacity
+from planish.engine.sampling.reservations import MAX_PREEMPTIONS, Reservations
+from planish.model.positions import CHUNK, SPAN, sample_capacity
 
 if TYPE_CHECKING:
     from planish.model.lora import LoraWeights  # This class holds tensors.
+    from planish.model.vision.image_tokens import InputTokens
 
 _MAX_ALT_TOKENS_PER_STEP = 1 << 18
 """The maximum number of alternative tokens (prompt_alt_tokens_k per prompt position) that one step
@@ -45,6 +56,7 @@ class Scheduler:
         max_prefill_tokens_per_step: int,
         chunk_size: int = CHUNK,
         num_state_positions: int = 0,
+        block: int = SPAN,
     ) -> None:
         """Create a scheduler without requests.
 
@@ -52,65 +64,59 @@ class Scheduler:
         `max_prefill_tokens_per_step` the prompt tokens of one step. `chunk_size`: the positions of
         one prefix cache entry. `num_state_positions`: the number of KV cache positions that take as
         much memory as one recurrent state. Each prompt and each sample reserves this many
-        additional positions.
+        additional positions. `block`: the minimum growth of a sample's slot, in positions.
         """
-        self.chunk_size, self.num_state_positions = chunk_size, num_state_positions
+        self.chunk_size = chunk_size
         self.max_batch = max_batch
-        self.max_positions = max_positions
+        self.reservations = Reservations(max_positions, num_state_positions, block)
         self.max_prefill_tokens_per_step = max_prefill_tokens_per_step
         self.waiting: list[Request] = []
         self.prompts: list[Prompt] = []
         self.running: list[RunningSample] = []
-        self._num_reserved_positions = 0
+        self.preempted: list[RunningSample] = []
+        """The preempted samples, which wait until they can resume."""
 
     @property
     def busy(self) -> bool:
         """Whether any request is waiting or running."""
-        return bool(self.waiting or self.prompts or self.running)
+        return bool(self.waiting or self.prompts or self.running or self.preempted)
 
     @property
     def has_several_owners(self) -> bool:
         """Whether the open requests belong to several owners (`Sample.cache_owner`)."""
-        owners = {request.op.cache_owner for request in self.waiting}
-        return len(owners | {sample.request.op.cache_owner for sample in self.running}) > 1
+        requests = [*self.waiting, *(s.request for s in (*self.running, *self.preempted))]
+        return len({request.op.cache_owner for request in requests}) > 1
 
     def num_needed_positions(
         self, prompt_length: int, max_tokens: int, is_constrained: bool = False
     ) -> int:
-        """Return the KV cache positions that a request with one sample reserves."""
-        return self._num_prompt_positions(prompt_length) + (
-            self._num_sample_positions(prompt_length, max_tokens, is_constrained)
-            if max_tokens
-            else 0
-        )
-
-    def _num_prompt_positions(self, prompt_length: int) -> int:
-        """Return the positions that a prompt reserves for its keys, values and state."""
-        return capacity_for(prompt_length) + self.num_state_positions
-
-    def _num_sample_positions(
-        self, prompt_length: int, max_tokens: int, is_constrained: bool
-    ) -> int:
-        """Return the positions that a sample reserves for its keys, values and state. A sample with
-        a constraint has two states: that before its last token, in case the mask is late, and that
-        after it.
-        """
-        num_states = 2 if is_constrained else 1
-        return sample_capacity(prompt_length, max_tokens) + num_states * self.num_state_positions
+        """Return the KV cache positions that a request with one sample needs at most."""
+        reservations = self.reservations
+        positions = reservations.num_prompt_positions(prompt_length)
+        if max_tokens:
+            capacity = sample_capacity(prompt_length, max_tokens)
+            positions += reservations.num_sample_positions(capacity, is_constrained)
+        return positions
 
     def admit(self, cache: PrefixCache[Any]) -> list[Prompt]:
-        """Start the requests that fit, in order, and return the prompts that became active. These
-        are at most `_MAX_NEW_PROMPTS_PER_STEP`; further requests wait for the next step.
+        """Start the requests and resume the preempted samples that fit, in order. Return the
+        prompts that became active. These are at most `_MAX_NEW_PROMPTS_PER_STEP`; further requests
+        and samples wait for the next step.
 
-        A request whose prompt is active but whose samples have not all started comes first, because
-        its prompt occupies memory until its last sample has ended. There is at most one such
-        request. It cannot starve: one of its samples fits at the latest when all other requests
-        have ended.
+        A request whose prompt is active but whose samples have not all started comes before all
+        other requests, because its prompt occupies memory until its last sample has ended. There is
+        at most one such request. It cannot starve: one of its samples fits at the latest when no
+        other sample is running.
         """
         new_prompts: list[Prompt] = []
-        for request in self._order_of_admission():
+        for waiting in self._order_of_admission():
             if len(new_prompts) == _MAX_NEW_PROMPTS_PER_STEP:
                 break
+            if isinstance(waiting, RunningSample):
+                if not self._resume(waiting, new_prompts):
+                    break
+                continue
+            request = waiting
             if request.prompt is None:
                 if self._awaits_shared_prefix(request, cache):
                     continue
@@ -123,16 +129,31 @@ class Scheduler:
                 break
         return new_prompts
 
-    def _order_of_admission(self) -> list[Request]:
-        """Return the waiting requests in the order in which they are admitted."""
+    def _order_of_admission(self) -> list[Request | RunningSample]:
+        """Return the preempted samples and the waiting requests in the order of admission.
+
+        Owners take turns. A request that has started comes before other requests. It comes before
+        preempted samples too if no sample is running. Otherwise it comes after them, because its
+        new samples would take the memory that the preempted ones wait for.
+        """
+        has_started_request = any(request.prompt is not None for request in self.waiting)
         num_before: Counter[str] = Counter()
-        """The number of earlier requests of each owner."""
-        order: list[tuple[bool, int, Request]] = []
-        for request in self.waiting:
-            owner = request.op.cache_owner
-            order.append((request.prompt is None, num_before[owner], request))
+        """The number of earlier samples and requests of each owner."""
+        order: list[tuple[int, int, Request | RunningSample]] = []
+        for waiting in (*sorted(self.preempted, key=_arrival), *self.waiting):
+            rank = 0
+            if isinstance(waiting, RunningSample):
+                owner = waiting.request.op.cache_owner
+                rank = int(has_started_request and not self.running)
+            else:
+                owner = waiting.op.cache_owner
+                if waiting.prompt is not None:
+                    rank = int(bool(self.running))
+                elif has_started_request:
+                    rank = 2
+            order.append((rank, num_before[owner], waiting))
             num_before[owner] += 1
-        return [request for *_, request in sorted(order, key=lambda item: item[:2])]
+        return [waiting for *_, waiting in sorted(order, key=lambda item: item[:2])]
 
     def prefill_batch(self) -> list[tuple[Prompt, int]]:
         """Return the prompts to prefill in this step, each with its number of tokens.
@@ -164,24 +185,55 @@ class Scheduler:
                 alt_tokens_left -= count * prompt.num_alt_tokens
         return batch
 
+    def next_victim(self, samples: Sequence[RunningSample]) -> RunningSample | None:
+        """Reserve the positions that these running samples need for their next rows.
+
+        Return None if all of them fit. Otherwise return the sample that the caller must preempt
+        before it calls this method again.
+        """
+        if all(self.reservations.grow(sample) for sample in sorted(samples, key=_arrival)):
+            return None
+        positions_of_owner: Counter[str] = Counter()
+        for sample in self.running:
+            positions_of_owner[sample.request.op.cache_owner] += sample.reserved_capacity
+        # A sample that must grow is among the candidates, because a sample that cannot be preempted
+        # has a reservation for its maximum length.
+        candidates = [
+            sample
+            for sample in self.running
+            if sample.num_preemptions < MAX_PREEMPTIONS and sample.prompt.is_ready
+        ]
+        return max(
+            candidates,
+            key=lambda sample: (
+                positions_of_owner[sample.request.op.cache_owner],
+                _arrival(sample),
+            ),
+        )
+
+    def preempt(self, sample: RunningSample) -> None:
+        """Remove a sample from the batch until there is memory for it again."""
+        self.finish(sample)
+        sample.num_preemptions += 1
+        self.preempted.append(sample)
+
     def finish(self, sample: RunningSample) -> None:
         """Remove a sample from the batch and end its reservation."""
         self.running.remove(sample)
-        self._num_reserved_positions -= self._num_sample_positions(
-            sample.prompt.length, sample.request.max_tokens, sample.request.is_constrained
-        )
+        self.reservations.remove_sample(sample)
         sample.prompt.num_pending_samples -= 1
 
     def release(self, prompt: Prompt) -> None:
         """Remove a prompt that no sample or response needs and end its reservation."""
         self.prompts.remove(prompt)
-        self._num_reserved_positions -= self._num_prompt_positions(prompt.length)
+        self.reservations.remove_prompt(prompt)
 
     def withdraw(self, request: Request) -> list[RunningSample]:
         """Withdraw a request that was cancelled or failed, and return its running samples.
 
         The caller must call `finish` for each of these samples.
         """
+        self.preempted = [sample for sample in self.preempted if sample.request is not request]
         if request in self.waiting:
             self.waiting.remove(request)
         if request.prompt is not None:
@@ -198,27 +250,51 @@ class Scheduler:
         """
         prompt = next((p for p in self.prompts if self._can_share(p, request)), None)
         if prompt is None:
-            if (
-                self._num_reserved_positions
-                + self.num_needed_positions(
-                    len(request.tokens), request.max_tokens, request.is_constrained
-                )
-                > self.max_positions
-            ):
+            length, reservations = len(request.tokens), self.reservations
+            positions = reservations.num_prompt_positions(length)
+            if request.num_samples:
+                capacity = reservations.first_capacity(request, length)
+                positions += reservations.num_sample_positions(capacity, request.is_constrained)
+                if len(self.running) >= self.max_batch:
+                    return False
+            if not reservations.fits(positions):
                 return False
-            if request.num_samples and len(self.running) >= self.max_batch:
-                return False
-            prompt = Prompt(
-                request.input,
-                request.cache_namespace,
-                request.weights,
-                request if request.prompt_scores else None,
-            )
-            self._num_reserved_positions += self._num_prompt_positions(prompt.length)
-            self.prompts.append(prompt)
+            scores_request = request if request.prompt_scores else None
+            prompt = self._add_prompt(request, request.input, scores_request)
             new_prompts.append(prompt)
         prompt.num_pending_samples += request.num_samples or 1
         request.prompt = prompt
+        return True
+
+    def _add_prompt(
+        self, request: Request, model_input: InputTokens, scores_request: Request | None
+    ) -> Prompt:
+        prompt = Prompt(model_input, request.cache_namespace, request.weights, scores_request)
+        self.reservations.add_prompt(prompt)
+        self.prompts.append(prompt)
+        return prompt
+
+    def _resume(self, sample: RunningSample, new_prompts: list[Prompt]) -> bool:
+        """Let a preempted sample continue a prompt with its own tokens, and return whether it fits.
+
+        The prompt ends before the sample's last token, which goes through the decoder in the next
+        decoding step.
+        """
+        request, num_prefilled = sample.request, max(0, len(sample.tokens) - 1)
+        model_input = request.input.extended(sample.tokens[:num_prefilled])
+        length, reservations = len(model_input.tokens), self.reservations
+        capacity = reservations.first_capacity(request, length, sample)
+        positions = reservations.num_prompt_positions(length)
+        positions += reservations.num_sample_positions(capacity, request.is_constrained)
+        if len(self.running) >= self.max_batch or not reservations.fits(positions):
+            return False
+        prompt = self._add_prompt(request, model_input, None)
+        new_prompts.append(prompt)
+        prompt.num_pending_samples = 1
+        sample.prompt, sample.num_prefilled_tokens = prompt, num_prefilled
+        self.preempted.remove(sample)
+        reservations.add_sample(sample, capacity)
+        self.running.append(sample)
         return True
 
     def _start_samples(self, request: Request) -> None:
@@ -227,18 +303,19 @@ class Scheduler:
         while (
             request.num_started_samples < request.num_samples and len(self.running) < self.max_batch
         ):
-            positions = self._num_sample_positions(
-                request.prompt.length, request.max_tokens, request.is_constrained
-            )
-            if self._num_reserved_positions + positions > self.max_positions:
-                return
-            self._num_reserved_positions += positions
             index, prompt = request.num_started_samples, request.prompt
+            capacity = self.reservations.first_capacity(request, prompt.length)
+            if not self.reservations.fits(
+                self.reservations.num_sample_positions(capacity, request.is_constrained)
+            ):
+                return
             stream = UniformStream(request.seed, index)
             grammar = (
                 request.make_grammar_state() if request.make_grammar_state is not None else None
             )
-            self.running.append(RunningSample(request, index, prompt, stream, grammar))
+            sample = RunningSample(request, index, prompt, stream, grammar)
+            self.reservations.add_sample(sample, capacity)
+            self.running.append(sample)
             request.num_started_samples += 1
 
     def _can_share(self, prompt: Prompt, request: Request) -> bool:
@@ -271,3 +348,8 @@ class Scheduler:
             p.length >= shared_length and p.tokens[:shared_length] == request.tokens[:shared_length]
             for p in in_prefill
         )
+
+
+def _arrival(sample: RunningSample) -> tuple[int, int]:
+    """Return a key that sorts samples by the arrival of their requests."""
+    return sample.request.number, sample.index

@@ -1,7 +1,7 @@
 """The KV cache of a sampler: which memory holds the keys and values of each prompt and sample.
 
-Every active prompt has a slot, and so does every sample after its first token. A sample's slot
-grows with the sample on a CPU, and has its final size from the beginning on a GPU.
+Every active prompt has a slot, and so does every sample after its first token. The slot of a sample
+grows with the sample: the sample moves to a larger slot.
 
 Only this module and the attention kernels know how the memory is divided. The other modules of the
 sampler ask for space, copy positions of a prompt, and pass `PrefillSpan`s and `SampleSlots` on to
@@ -25,7 +25,7 @@ from planish.model.kv_cache import (
     SlotOwner,
     max_pool_bytes,
 )
-from planish.model.positions import SPAN, grown_capacity, sample_capacity
+from planish.model.positions import SPAN
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,18 +43,14 @@ class SampleSlots:
 class Slots:
     """The slots of the active prompts and the running samples of one sampler."""
 
-    def __init__(
-        self, spec: KVSpec, kv_cache_bytes: int, pool_class: type[KVPool], grows: bool
-    ) -> None:
+    def __init__(self, spec: KVSpec, kv_cache_bytes: int, pool_class: type[KVPool]) -> None:
         """Create a KV cache without slots.
 
-        `kv_cache_bytes`: the maximum bytes that the scheduler reserves. `grows`: whether the slot
-        of a sample grows with the sample.
+        `kv_cache_bytes`: the maximum bytes that the scheduler reserves.
         """
         self.spec = spec
         self._max_positions = max_pool_bytes(kv_cache_bytes) // spec.bytes_per_position
         self._pool_class = pool_class
-        self._grows = grows
         self.reset()
 
     def reset(self) -> None:
@@ -99,52 +95,38 @@ class Slots:
 
     def free_samples(self, samples: Sequence[RunningSample]) -> None:
         """Free the slots of these samples. A sample before its second token has none."""
-        _free(self.sample_pools, [sample for sample in samples if sample.capacity])
+        with_slots = [sample for sample in samples if sample.capacity]
+        _free(self.sample_pools, with_slots)
+        for sample in with_slots:
+            sample.capacity = 0
 
     def ensure_space(self, samples: Sequence[RunningSample]) -> None:
-        """Ensure that each sample has a slot with space for the keys and values of its rows.
+        """Ensure that each sample has a slot of the capacity that the scheduler has reserved.
 
         A sample's first slot also receives a copy of the keys and values of the prompt's last
         `length % SPAN` positions. Samples share only whole spans of SPAN prompt positions.
         """
-        growing: list[tuple[RunningSample, int]] = []
-        for sample in samples:
-            capacity = self._needed_capacity(sample)
-            if capacity > sample.capacity:
-                growing.append((sample, capacity))
+        growing = [sample for sample in samples if sample.capacity < sample.reserved_capacity]
         if not growing:
             return
-        if self.budget.fits(sum(capacity for _, capacity in growing)):
+        if self.budget.fits(sum(sample.reserved_capacity for sample in growing)):
             self._grow(growing)
             return
         # A sample being moved occupies its old and its new slot at the same time. Memory is short
         # here, so one eighth of the samples move at a time.
-        self._grow([(sample, capacity) for sample, capacity in growing if not sample.capacity])
-        moving = [(sample, capacity) for sample, capacity in growing if sample.capacity]
+        self._grow([sample for sample in growing if not sample.capacity])
+        moving = [sample for sample in growing if sample.capacity]
         size = max(1, len(moving) // 8)
         for first in range(0, len(moving), size):
             self._grow(moving[first : first + size])
 
-    def _needed_capacity(self, sample: RunningSample) -> int:
-        """Return the capacity of the slot that the sample needs for its next rows.
-
-        On a CPU a slot grows with its sample. A slot of the final size would not take much memory
-        at first, because the operating system provides memory only for positions that are written.
-        But moving or clearing a slot writes all of its positions, also those that the sample never
-        reaches.
-
-        On a GPU the sample gets its final slot at once, because a move would take more kernel
-        launches than a decoding step.
-        """
-        limit = sample_capacity(sample.prompt.length, sample.request.max_tokens)
-        return grown_capacity(sample.stored + sample.num_rows, limit) if self._grows else limit
-
-    def _grow(self, growing: Sequence[tuple[RunningSample, int]]) -> None:
-        """Move each sample to a new slot of the given capacity, or assign its first slot."""
-        self.sample_pools.ensure_free_slots(capacity for _, capacity in growing)
+    def _grow(self, growing: Sequence[RunningSample]) -> None:
+        """Move each sample to a new slot of its reserved capacity, or assign its first slot."""
+        self.sample_pools.ensure_free_slots(sample.reserved_capacity for sample in growing)
         new_groups: dict[tuple[int, int], list[RunningSample]] = {}
         moved_groups: dict[tuple[int, int], list[RunningSample]] = {}
-        for sample, capacity in growing:
+        for sample in growing:
+            capacity = sample.reserved_capacity
             if sample.capacity:
                 moved_groups.setdefault((capacity, sample.capacity), []).append(sample)
             else:

@@ -104,10 +104,8 @@ class Backend:
         self.uses_main_memory = not is_gpu
         """Whether tensors are in main memory, which is the case on a CPU.
 
-        The operating system provides a page of main memory only when the page is first used. So on
-        a CPU the KV slot of a sample grows with the sample, and a sample that ends early uses
-        little memory. By default, each memory limit has a fixed maximum on a CPU. On a GPU the
-        limits are shares of the free memory.
+        By default, each memory limit has a fixed maximum on a CPU. On a GPU the limits are shares of
+        the free memory.
         """
         self.logits_are_exact = is_gpu and tiling is None
         """Whether the sampler may return the logits of `base_logits` as they are.

@@ -65,6 +65,14 @@ class InputTokens:
             return 0
         return int(self.rope_positions.max()) + 1 - len(self.tokens)
 
+    def extended(self, tokens: Sequence[int]) -> InputTokens:
+        """Return this input with tokens of text after it."""
+        positions = self.rope_positions
+        if positions is not None:
+            added = len(self.tokens) + self.rope_offset + np.arange(len(tokens))
+            positions = np.concatenate([positions, np.tile(added, (3, 1))], 1)
+        return InputTokens([*self.tokens, *tokens], self.images, positions)
+
 
 class ImageRegistry:
     """The images of one base model by their content. The class is thread-safe.

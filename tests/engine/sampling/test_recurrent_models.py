@@ -90,7 +90,7 @@ def finish(sampler: Sampler) -> None:
     assert not sampler.busy
     assert all(prompt.tensors == PromptTensors() for prompt in prompts)
     assert all(sample.recurrent_state is sample.next_state is None for sample in samples)
-    assert sampler._scheduler._num_reserved_positions == 0
+    assert sampler._scheduler.reservations.num_reserved == 0
 
 
 def answer(sampler: Sampler, op: Sample, weights: LoraWeights | None = None) -> SampleResponse:

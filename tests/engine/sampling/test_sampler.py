@@ -94,7 +94,7 @@ def run(sampler: Sampler, *ops: Sample | Job) -> list[SampleResponse]:
 
 
 def assert_nothing_left(sampler: Sampler) -> None:
-    assert sampler._scheduler._num_reserved_positions == 0
+    assert sampler._scheduler.reservations.num_reserved == 0
     assert not sampler._slots.prompt_pools.pools_in_use()
     assert not sampler._slots.sample_pools.pools_in_use()
     assert not sampler._requests
