@@ -2,8 +2,8 @@
 
 A `KVPool` has slots of one capacity. Its slots in use are always 0 .. n - 1: when a slot becomes
 free, the last slot moves into the gap. So a whole pool is one matmul operand, and no gathering is
-needed. The GPU kernels look up the address of each slot, so a GPU's pools leave gaps open
-(`GappedKVPool`).
+needed. Kernels that look up the address of each slot do not need this. On a GPU their pools leave
+gaps open (`GappedKVPool`). On a CPU each slot has memory of its own (`SeparateKVPool`).
 
 Attention sums the values of SPAN positions in one matmul, so capacities are multiples of SPAN
 (model/positions.py). A sample with a full slot moves to a pool of a larger capacity
@@ -22,6 +22,7 @@ would round scores and weighted sums to bf16.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -183,6 +185,24 @@ class KVPool:
         ):
             target_tensor[new, :, : self.capacity] = source_tensor[old]
         self._free_slots(old_slots)
+
+    def views(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values of a slot in one layer: [heads, capacity, head_dim]."""
+        return self.keys[layer][slot], self.values[layer][slot]
+
+    def addresses(self, slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the addresses of the keys and of the values of n slots: int64 [n, layers].
+
+        They are valid until the pool changes.
+        """
+        spec = self.spec
+        slot_bytes = spec.num_heads * self.capacity * spec.head_dim * spec.dtype.itemsize
+        offsets = np.array(slots, np.int64)[:, None] * slot_bytes
+        keys, values = (
+            offsets + np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+            for tensors in (self.keys, self.values)
+        )
+        return keys, values
 
     def read(self, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return a copy of positions start .. stop - 1 of one slot over all layers.
@@ -348,6 +368,98 @@ class GappedKVPool(KVPool):
             owner.slot = slot
         self._slots_in_use, self._gaps = list(range(count)), []
         self.reallocations += 1
+
+
+class SeparateKVPool(KVPool):
+    """A pool in main memory in which each slot is a tensor of its own.
+
+    A slot that becomes free is deallocated at once, so no memory waits for the next owner, and a
+    move or a new slot copies nothing but its own contents. This class is for kernels that look up
+    each slot's address.
+    """
+
+    def __init__(self, spec: KVSpec, capacity: int) -> None:
+        """Create a pool without slots."""
+        super().__init__(spec, capacity)
+        self._slots: dict[int, tuple[SlotOwner, Tensor]] = {}
+        """The owner and the contents [2, layers, heads, capacity, head_dim] of each slot, the keys
+        before the values.
+        """
+        self._slot_numbers = itertools.count()
+
+    @property
+    def num_slots(self) -> int:
+        """The number of allocated slots, which are all in use."""
+        return len(self._slots)
+
+    def ensure_free_slots(self, additional: int) -> None:
+        """Do nothing, because slots are allocated one by one."""
+
+    def trim(self) -> None:
+        """Do nothing, because there are no unused slots."""
+
+    def allocate(self, owner: SlotOwner) -> None:
+        """Allocate a slot for `owner`."""
+        shape = (2, self.spec.num_layers, self.spec.num_heads, self.capacity, self.spec.head_dim)
+        owner.slot = next(self._slot_numbers)
+        self._slots[owner.slot] = owner, torch.zeros(shape, dtype=self.spec.dtype)
+        self.owners.append(owner)
+
+    def move(self, owners: Sequence[SlotOwner], target: KVPool) -> None:
+        """Move owners and their contents from this pool to `target`, whose slots are larger."""
+        assert isinstance(target, SeparateKVPool)
+        for owner in owners:
+            old_slot = owner.slot
+            target.allocate(owner)
+            target._contents(owner.slot)[..., : self.capacity, :] = self._contents(old_slot)
+            self._free_slots([old_slot])
+
+    def views(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values of a slot in one layer: [heads, capacity, head_dim]."""
+        contents = self._contents(slot)
+        return contents[0, layer], contents[1, layer]
+
+    def addresses(self, slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the addresses of the keys and of the values of n slots: int64 [n, layers]."""
+        firsts = np.array([self._contents(slot).data_ptr() for slot in slots], np.int64)[:, None]
+        half_bytes = self.capacity * self.spec.bytes_per_position // 2
+        layers = np.arange(self.spec.num_layers) * (half_bytes // max(1, self.spec.num_layers))
+        return firsts + layers, firsts + layers + half_bytes
+
+    def read(self, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return a copy of positions start .. stop - 1 of one slot over all layers.
+
+        The keys and the values have the shape [layers, heads, stop - start, head_dim].
+        """
+        keys, values = self._contents(slot)[..., start:stop, :]
+        return keys.clone(), values.clone()
+
+    def write(self, slot: int, start: int, chunk: tuple[Tensor, Tensor]) -> None:
+        """Write `chunk`, the result of an earlier `read`, into a slot, starting at `start`."""
+        for target, source in zip(self._contents(slot), chunk, strict=True):
+            target[..., start : start + source.shape[2], :] = source
+
+    def copy_from(
+        self,
+        source_pool: KVPool,
+        source_slots: Sequence[int],
+        starts: Sequence[int],
+        slots: Sequence[int],
+        count: int,
+    ) -> None:
+        """Copy `count` positions per slot from another pool into this pool (see `KVPool`)."""
+        assert isinstance(source_pool, SeparateKVPool)
+        for source_slot, start, slot in zip(source_slots, starts, slots, strict=True):
+            source = source_pool._contents(source_slot)[..., start : start + count, :]
+            self._contents(slot)[..., : source.shape[3], :] = source
+
+    def _contents(self, slot: int) -> Tensor:
+        return self._slots[slot][1]
+
+    def _free_slots(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            del self._slots[slot]
+        self.owners = [owner for owner, _ in self._slots.values()]
 
 
 class KVBudget:

@@ -5,7 +5,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from planish.model.kv_cache import GappedKVPool, KVBudget, KVPool, KVPools, KVSpec
+from planish.model.kv_cache import (
+    GappedKVPool,
+    KVBudget,
+    KVPool,
+    KVPools,
+    KVSpec,
+    SeparateKVPool,
+)
 from planish.model.positions import GPU_BLOCK, SPAN, capacity_for, grown_capacity, sample_capacity
 
 SHAPE = KVSpec(
@@ -158,21 +165,67 @@ def test_moving_slots_to_a_larger_pool_keeps_their_contents(moved, kind):
     assert all(held(small, owners[number]) == {number + 1.0} for number in stay)
 
 
-def test_read_write_and_copy_touch_only_the_given_positions():
-    pool, target, owner, other = KVPool(SHAPE, 64), KVPool(SHAPE, 128), Owner(), Owner()
+def layer_values(pool: KVPool, slot: int, kind: int) -> torch.Tensor:
+    """Return the keys (kind 0) or values (kind 1) of a slot: [layers, heads, capacity, head_dim]."""
+    return torch.stack([pool.views(layer, slot)[kind] for layer in range(SHAPE.num_layers)])
+
+
+@pytest.mark.parametrize("kind", [KVPool, GappedKVPool, SeparateKVPool])
+def test_read_write_and_copy_touch_only_the_given_positions(kind):
+    pool, target, owner, other = kind(SHAPE, 64), kind(SHAPE, 128), Owner(), Owner()
     pool.allocate(owner)
     target.allocate(other)
     for layer in range(2):
-        pool.keys[layer].copy_(torch.arange(64.0)[None, None, :, None])
-        pool.values[layer].copy_(-torch.arange(64.0)[None, None, :, None])
+        keys, values = pool.views(layer, owner.slot)
+        keys.copy_(torch.arange(64.0)[None, :, None])
+        values.copy_(-torch.arange(64.0)[None, :, None])
     target.write(other.slot, 32, pool.read(owner.slot, 0, 32))
-    assert target.keys[1][0, 0, 32:64, 0].tolist() == list(range(32))
+    assert layer_values(target, other.slot, 0)[1, 0, 32:64, 0].tolist() == list(range(32))
     target.copy_from(pool, [owner.slot], [50], [other.slot], 10)
-    assert target.values[0][0, 2, :10, 3].tolist() == [-x for x in range(50, 60)]
-    assert target.keys[1][0, 0, 32:64, 0].tolist() == list(range(32))
+    assert layer_values(target, other.slot, 1)[0, 2, :10, 3].tolist() == [-x for x in range(50, 60)]
+    assert layer_values(target, other.slot, 0)[1, 0, 32:64, 0].tolist() == list(range(32))
     # ten positions from 60 on exceed the source slot, so only four are copied
     target.copy_from(pool, [owner.slot], [60], [other.slot], 10)
-    assert target.values[0][0, 2, :4, 3].tolist() == [-60, -61, -62, -63]
+    assert layer_values(target, other.slot, 1)[0, 2, :4, 3].tolist() == [-60, -61, -62, -63]
+
+
+@pytest.mark.parametrize("kind", [KVPool, GappedKVPool, SeparateKVPool])
+def test_addresses_are_those_of_the_slots(kind):
+    pool, owners = kind(SHAPE, 64), [Owner() for _ in range(5)]
+    for owner in owners:
+        pool.allocate(owner)
+    pool.free(owners.pop(1))
+    keys, values = pool.addresses([owner.slot for owner in owners])
+    for number, owner in enumerate(owners):
+        for layer in range(SHAPE.num_layers):
+            found = [x.data_ptr() for x in pool.views(layer, owner.slot)]
+            assert found == [keys[number, layer], values[number, layer]]
+
+
+def test_separate_slots_keep_their_contents_and_their_memory_is_freed_at_once():
+    budget = KVBudget(max_positions=1024)
+    pools, owners = KVPools(SHAPE, SeparateKVPool, budget), [Owner() for _ in range(6)]
+    small, large = pools.pool_for(64), pools.pool_for(128)
+    for number, owner in enumerate(owners, 1):
+        small.allocate(owner)
+        for x in small.views(0, owner.slot):
+            x.fill_(number)
+    kept = owners[2].slot
+    small.move([owners[1], owners[4]], large)
+    small.free(owners[0], owners[5])
+    assert budget.allocated_positions == 2 * 64 + 2 * 128
+    assert small.owners == [owners[2], owners[3]]
+    assert large.owners == [owners[1], owners[4]]
+    assert owners[2].slot == kept
+    for pool, number in ((small, 2), (small, 3), (large, 1), (large, 4)):
+        found = layer_values(pool, owners[number].slot, 1)
+        assert found[0, :, :64].unique().tolist() == [number + 1]
+        assert not found[0, :, 64:].any()
+        assert not found[1].any()
+    small.free(owners[2], owners[3])
+    large.free(owners[1], owners[4])
+    assert budget.allocated_positions == 0
+    assert not pools.pools_in_use()
 
 
 def test_slot_capacities_are_multiples_of_span():

@@ -22,7 +22,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,8 +63,6 @@ class CudaGraphRunner:
     adapters of layers and LM head.
     """
 
-    pool_class: ClassVar[type[KVPool]] = GappedKVPool
-
     def __init__(
         self,
         decoder: BaseDecoder,
@@ -78,6 +76,7 @@ class CudaGraphRunner:
         `max_prefill_tokens_per_step` rows of a prefill.
         """
         config, device = decoder.config, decoder.device
+        self.pool_class: type[KVPool] = GappedKVPool
         self._decoder = decoder
         self._batch_sizes = graph_sizes(max_batch)
         self._pool_bases = PoolBases(kv_spec, config.max_context)

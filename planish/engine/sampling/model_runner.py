@@ -7,7 +7,7 @@ with CUDA graphs, for GPUs on which planish's Triton kernels support the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from planish.model.lora import AdapterRange, AdapterStackRange
 class ModelRunner(Protocol):
     """What the sampler needs to run the decoder on a device."""
 
-    pool_class: ClassVar[type[KVPool]]
+    pool_class: type[KVPool]
     """The class of the KV cache pools that the attention of this model runner reads."""
 
     def run(self, plan: StepPlan) -> StepOutput:
@@ -50,11 +50,10 @@ class ModelRunner(Protocol):
 class EagerRunner:
     """The eager model runner, for any device. It is batch-invariant if the backend is."""
 
-    pool_class: ClassVar[type[KVPool]] = KVPool
-
     def __init__(self, decoder: BaseDecoder, head: SamplingHead) -> None:
         """Create a model runner for `decoder` whose logits come from `head`."""
         self._decoder, self._backend = decoder, decoder.backend
+        self.pool_class = decoder.backend.pool_class
         self._head = head
         self._stacks = AdapterStacks()
         self._decode_pass = decoder.decode_pass() or decoder.forward

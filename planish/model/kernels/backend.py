@@ -141,6 +141,7 @@ class Backend:
         attention, recurrences = parts.attention, parts.recurrences
         self.kv_dtype = attention.kv_dtype
         self.attention_is_batch_invariant = attention.attention_is_batch_invariant
+        self.pool_class = attention.pool_class
         self.tree_attention = attention.tree_attention
         self.prefill_attention = attention.prefill_attention
         self.decode_attention = attention.decode_attention

@@ -30,7 +30,7 @@ from torch import Tensor
 from planish.model.delta_net import Recurrence, StateSegment
 from planish.model.expert_pairs import TokenExpertPairs
 from planish.model.kernels.linear import PackedLinear, PackedQuantizedWeight, PackedWeight
-from planish.model.kv_cache import KVPools, PrefillSpan, SlotOwner
+from planish.model.kv_cache import KVPool, KVPools, PrefillSpan, SlotOwner
 from planish.model.layers import Layer
 from planish.model.lora import (
     AdapterRange,
@@ -368,6 +368,8 @@ class Attention(Protocol):
     """Whether a kernel computes all attention, so that a row's output has the same bits in every
     batch. torch's attention needs a minimum number of rows for this (`RowTiling.query_rows`).
     """
+    pool_class: type[KVPool]
+    """The class of the KV cache pools that prefill and decoding read."""
 
     def tree_attention(self, micro_batch: MicroBatch) -> Attend:
         """Return the attention of a micro-batch of the trainer, with gradients."""

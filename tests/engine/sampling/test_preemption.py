@@ -21,6 +21,7 @@ from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
 from planish.errors import UserError
 from planish.model.decoder import Decoder
+from planish.model.delta_net import state_bytes
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.probe import probe
 from planish.model.kernels.row_tiling import FIXED
@@ -174,12 +175,13 @@ def test_preempted_samples_have_the_same_bits(
     name = "bfloat16" if dtype == torch.bfloat16 else "float32"
     tiny_model(tmp_path, family, dtype=name, intermediate=128, vocab_size=320)
     decoder = Decoder.load(tmp_path, dtype, CPU, quantize=quantize)
-    states = decoder.config.delta_net is not None
     jobs = mixed_jobs(decoder)
     expected = answer(sampler_of(decoder, LARGE), jobs)
     assert expected.num_preemptions == 0
     options = {"prefix_cache_bytes": 0} if dtype == torch.float32 else {}
-    found = answer(sampler_of(decoder, 2800 if states else 700, **options), jobs)
+    per_position = decoder.backend.kv_spec.bytes_per_position
+    state_positions = state_bytes(decoder.config, decoder.dtype) // per_position
+    found = answer(sampler_of(decoder, 700 + 7 * state_positions, **options), jobs)
     assert found.num_preemptions > 0
     assert found.bits == expected.bits
     for one, other in zip(found.responses, expected.responses, strict=True):

@@ -15,8 +15,8 @@ import torch
 from backends import with_tiling
 from transformers import AutoModelForCausalLM
 
+from planish.engine.sampling import reservations, scheduler
 from planish.engine.sampling import sampler as sampler_module
-from planish.engine.sampling import scheduler
 from planish.engine.sampling.prompt_scores import PromptScores
 from planish.engine.sampling.requests import Prompt, PromptTensors
 from planish.engine.sampling.sampler import Sampler
@@ -26,7 +26,7 @@ from planish.model.decoder import Decoder
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.probe import probe
 from planish.model.kernels.row_tiling import FIXED, RowTiling
-from planish.model.kv_cache import KVPool
+from planish.model.kv_cache import KVPool, SeparateKVPool, SlotOwner
 from planish.model.lora import LoraLayout, LoraWeights
 from planish.service import Sample, SampledToken
 from planish.testing import EOS_TOKEN_ID, tiny_model
@@ -526,21 +526,28 @@ def in_step() -> list[Sample]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("asked", "most"), [(of_all_lengths, 3000), (in_step, 64 + 16 * 256)])
+@pytest.mark.parametrize(("asked", "most"), [(of_all_lengths, 3000), (in_step, 64 + 16 * 192)])
+@pytest.mark.parametrize("kind", [KVPool, SeparateKVPool])
 def test_kv_pools_allocate_at_most_an_eighth_more_than_the_budget(
-    decoder, monkeypatch, asked, most
+    model_dir, monkeypatch, asked, most, kind
 ):
+    if kind is KVPool:
+        monkeypatch.setattr(ops, "load_library", lambda: None)
+    decoder = Decoder.load(model_dir, torch.float32, CPU)
+    if decoder.backend.pool_class is not kind:
+        pytest.skip("this machine has no C++ kernels")
+    monkeypatch.setattr(reservations, "_FIRST_EXPECTED_TOKENS", 1)
     per_position = sampler_of(decoder)._slots.spec.bytes_per_position
     sampler = sampler_of(
         decoder, max_batch=24, kv_cache_bytes=most * per_position, prefix_cache_bytes=0
     )
-    taken, resize = [], KVPool._resize
+    taken, allocate = [], kind.allocate
 
-    def noted(pool: KVPool, slots: int) -> None:
-        resize(pool, slots)
+    def noted(pool: KVPool, owner: SlotOwner) -> None:
+        allocate(pool, owner)
         taken.append(sampler._slots.budget.allocated_positions)
 
-    monkeypatch.setattr(KVPool, "_resize", noted)
+    monkeypatch.setattr(kind, "allocate", noted)
     run(sampler, *asked())
     assert 0.8 * most < max(taken) <= most * 9 // 8
     assert sampler._slots.budget.allocated_positions == 0
@@ -549,13 +556,14 @@ def test_kv_pools_allocate_at_most_an_eighth_more_than_the_budget(
 def test_samples_that_end_together_are_freed_in_one_call(decoder, monkeypatch):
     """Freeing one slot at a time would copy or clear the pool once per slot, layer by layer."""
     freed = []
-    free = KVPool._free_slots
+    kind = decoder.backend.pool_class
+    free = kind._free_slots
 
     def noted(pool: KVPool, slots: list[int]) -> None:
         freed.append(len(slots))
         free(pool, slots)
 
-    monkeypatch.setattr(KVPool, "_free_slots", noted)
+    monkeypatch.setattr(kind, "_free_slots", noted)
     run(sampler_of(decoder), request(tokens(9), n=8, max_tokens=5, stop=[], seed=0))
     assert freed == [8, 1]
 

@@ -25,7 +25,14 @@ from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.ops import AttentionPlan, StoringAttention
 from planish.model.kernels.interface import Attend
 from planish.model.kernels.reference.sampling_attention import ATTENDED_ROWS
-from planish.model.kv_cache import KVPool, KVPools, PrefillSpan, SampleSlot, SlotOwner
+from planish.model.kv_cache import (
+    KVPool,
+    KVPools,
+    PrefillSpan,
+    SampleSlot,
+    SeparateKVPool,
+    SlotOwner,
+)
 from planish.model.positions import SPAN
 from planish.model.prefix_tree import MicroBatch
 
@@ -169,8 +176,9 @@ class CppPrefillAttention:
                 slice(span.row, span.row + span.count),
                 slice(span.start, span.start + span.count),
             )
-            span.pool.keys[layer][span.slot, :, positions] = k[rows].transpose(0, 1)
-            span.pool.values[layer][span.slot, :, positions] = v[rows].transpose(0, 1)
+            keys, values = span.pool.views(layer, span.slot)
+            keys[:, positions] = k[rows].transpose(0, 1)
+            values[:, positions] = v[rows].transpose(0, 1)
         return ops.attend(self._plan, layer, q.contiguous(), k.shape[1], None, sinks)
 
 
@@ -228,6 +236,7 @@ class CppAttention:
     """The attention of trainer and sampler (see `Attention`)."""
 
     attention_is_batch_invariant = True
+    pool_class: type[KVPool] = SeparateKVPool
 
     def __init__(self, dtype: torch.dtype, windows: Sequence[int | None]) -> None:
         """`dtype`: the dtype of the model. `windows`: see `ModelConfig.windows`."""
@@ -261,24 +270,15 @@ def _ranges(owners: Sequence[tuple[KVPool, int, int]]) -> np.ndarray:
     """
     if not owners:
         return np.zeros((1, 0), ops.Range)
-    pools = list(dict.fromkeys(pool for pool, _, _ in owners))
-    pool_index = {pool: number for number, pool in enumerate(pools)}
-    pool_indices = np.array([pool_index[pool] for pool, _, _ in owners], np.int64)
-    spec = pools[0].spec
-    head_sizes = np.array([pool.capacity * spec.head_dim for pool in pools], np.int64)[pool_indices]
-    offsets = (
-        np.array([slot for _, slot, _ in owners], np.int64)
-        * head_sizes
-        * spec.num_heads
-        * spec.dtype.itemsize
-    )
+    indices_of_pool: dict[KVPool, list[int]] = {}
+    for index, (pool, _, _) in enumerate(owners):
+        indices_of_pool.setdefault(pool, []).append(index)
+    spec = owners[0][0].spec
     ranges = np.zeros((spec.num_layers, len(owners)), ops.Range)
-    for name, tensors in (
-        ("k", [pool.keys for pool in pools]),
-        ("v", [pool.values for pool in pools]),
-    ):
-        bases = np.array([[tensor.data_ptr() for tensor in layers] for layers in tensors], np.int64)
-        ranges[name] = (bases[pool_indices] + offsets[:, None]).T
+    for pool, indices in indices_of_pool.items():
+        keys, values = pool.addresses([owners[index][1] for index in indices])
+        ranges["k"][:, indices], ranges["v"][:, indices] = keys.T, values.T
+        ranges["head"][:, indices] = pool.capacity * spec.head_dim
     ranges["count"] = [count for _, _, count in owners]
-    ranges["row"], ranges["head"] = spec.head_dim, head_sizes
+    ranges["row"] = spec.head_dim
     return ranges

@@ -16,7 +16,7 @@ from planish.model.kernels.reference.sampling_attention import (
     PrefillAttention,
 )
 from planish.model.kernels.row_tiling import RowTilings
-from planish.model.kv_cache import KVPools, PrefillSpan, SlotOwner
+from planish.model.kv_cache import KVPool, KVPools, PrefillSpan, SlotOwner
 from planish.model.prefix_tree import MicroBatch
 
 
@@ -24,6 +24,7 @@ class TorchAttention:
     """The attention of trainer and sampler (see `Attention`)."""
 
     attention_is_batch_invariant = False
+    pool_class: type[KVPool] = KVPool
 
     def __init__(
         self,

@@ -89,7 +89,7 @@ class PrefillAttention:
         out: Tensor,
         sinks: Tensor | None,
     ) -> None:
-        keys, values = span.pool.keys[layer][span.slot], span.pool.values[layer][span.slot]
+        keys, values = span.pool.views(layer, span.slot)
         keys[:, span.start : span.start + span.count] = k.transpose(0, 1)
         values[:, span.start : span.start + span.count] = v.transpose(0, 1)
         heads, group = k.shape[1], q.shape[1] // k.shape[1]

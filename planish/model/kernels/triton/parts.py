@@ -118,7 +118,7 @@ class TritonAttention:
     ) -> None:
         """`families`: the families of kernels in use; `fallback` does the work of the others."""
         self._config, self._device, self._fallback = config, device, fallback
-        self.kv_dtype = fallback.kv_dtype
+        self.kv_dtype, self.pool_class = fallback.kv_dtype, fallback.pool_class
         self._has_tree, self._has_sampling = "tree attention" in families, "attention" in families
         self._decode_tables: DecodeTables | None = None
 
