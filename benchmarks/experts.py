@@ -21,10 +21,10 @@ import chz
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
-from random_model import random_model
 from transformers import AutoModelForCausalLM
 
 from planish import ServiceClient
+from planish.doctor.gpu.random_model import random_model
 from planish.files import cache_home
 from planish.types import Datum, ModelInput, SamplingParams
 

@@ -10,7 +10,7 @@ are measured in the same run.
     python benchmarks/gpu.py model=tiny small=True directory=/tmp           a quick check, also on a
         CPU
 
-Models are those of random_model.py, which have random weights and are created when they are first
+Models are those of planish/doctor/gpu/random_model.py, which have random weights and are created when they are first
 used, or any other model by its name. All parts except the profile use the public API. Parts:
 
 * decode: a step of 1, 8 and 128 rows (8 samples per prompt, except for 1 row); the share is
@@ -48,10 +48,10 @@ from compare import header, parse_names, say
 from gpu_limits import MachineLimits, measure_limits
 from gpu_parts import SERVED_PARTS, Bench, Options, Row, other_parts
 from limits import DEVICE
-from random_model import SHAPES, random_model
 from report import RESULTS, gpu_table
 
 import planish
+from planish.doctor.gpu.random_model import SHAPES, random_model
 from planish.files import write_atomically
 from planish.model.config import ModelConfig
 from planish.model.sources import resolve_model

@@ -5,21 +5,8 @@ Measured: the speed of torch's matmuls of large bf16 matrices of random numbers 
 both squares and the model's own layers, and the memory bandwidth. Minimum work: useful work only,
 and tokens that sequences share count once.
 
-* `training_flops`: forward and backward of a LoRA on frozen weights. N: parameters of a layer's
-  linear modules; r: rank; T: distinct input tokens; S: distinct rows from which an answer's token
-  is predicted; a multiplication with its addition is 2 FLOPs.
-
-      linears     4 N T layers              forward, and the gradient of the input; frozen weights
-                  need no gradient
-      LoRA        6 r sum(in + out) T layers  forward, the gradient of the input, and those of A and
-                  B
-      attention   12 heads head_dim P layers  two matmuls forward, four backward; P: number of
-                  (query, key) pairs
-      head        4 hidden vocabulary S      forward, and the gradient of the input
-      head LoRA   6 r (hidden + vocabulary) S   the default adapter trains the head too
-
-  Norms, RoPE, softmax, the optimizer and recomputation do not count.
-
+* `training_flops`: forward and backward of a LoRA on frozen weights (see `training_flops` of
+  planish/doctor/gpu/roofline.py, which defines what counts).
 * `decode_bytes` of one step: every parameter of the layers' linear modules and of the head, and the
   keys and values of every distinct position that is attended to. A matmul of few rows takes less
   time than reading its weights, so memory bandwidth is the limit.
@@ -31,7 +18,6 @@ import dataclasses
 import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,18 +28,16 @@ from limits import (
     Limit,
     RowCounts,
     measure_read_bandwidth,
-    random_matrix,
-    seconds,
 )
+from peers.serving import fastest_dtype
 
+from planish.doctor.gpu import roofline
+from planish.doctor.gpu.machine_limits import SMALL_SQUARE_SIZE, SQUARE_SIZE, square_rate
 from planish.model.config import ModelConfig
 from planish.model.linears import distinct_fused_modules, linear_shape
 
 BYTES_PER_ELEMENT = 2
 """Bytes of a weight, a key or a value in bf16."""
-SQUARE_SIZE, SMALL_SQUARE_SIZE = 8192, 256
-MATMULS_PER_TIMING = 10
-"""Repetitions in one timing, so that launch and synchronization count little."""
 MEASURED_LAYERS = 4
 LAYER_ROWS, SMALL_LAYER_ROWS = 4096, 64
 SMALL_BANDWIDTH_BYTES = 1 << 24
@@ -74,10 +58,7 @@ class MachineLimits:
 @torch.inference_mode()
 def measure_limits(config: ModelConfig, small: bool) -> MachineLimits:
     size, rows = (SMALL_SQUARE_SIZE, SMALL_LAYER_ROWS) if small else (SQUARE_SIZE, LAYER_ROWS)
-    a, b = random_matrix(size, size), random_matrix(size, size)
-    square_flops = (
-        2 * size**3 * MATMULS_PER_TIMING / seconds([partial(torch.mm, a, b)] * MATMULS_PER_TIMING)
-    )
+    square_flops = square_rate(DEVICE, fastest_dtype(), size)
     small_config = dataclasses.replace(config, num_layers=min(config.num_layers, MEASURED_LAYERS))
     layer_flops = (
         2
@@ -102,12 +83,8 @@ def training_flops(config: ModelConfig, round_spec: Mapping[str, Any], rank: int
     """Return the FLOPs of one forward_backward on the round (see the module's docstring)."""
     counts = RowCounts.of(round_spec)
     rows = counts.prompt_rows + counts.answer_rows
-    layer = 4 * layer_num_parameters(config) * rows
-    layer += 6 * rank * sum(out + fan_in for out, fan_in in _linears(config)) * rows
-    layer += 12 * config.num_heads * config.head_dim * num_attention_pairs(round_spec)
-    head = 4 * config.hidden_size * config.vocab_size
-    head += 6 * rank * (config.hidden_size + config.vocab_size)
-    return config.num_layers * layer + head * counts.scored_rows
+    pairs = num_attention_pairs(round_spec)
+    return roofline.training_flops(config, rows, counts.scored_rows, pairs, rank)
 
 
 def num_attention_pairs(round_spec: Mapping[str, Any]) -> int:

@@ -22,8 +22,6 @@ number of passes.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -34,10 +32,10 @@ import torch.nn.functional as F
 from peers.serving import Peer, fastest_dtype, serve
 from torch import Tensor
 
+from planish.doctor.gpu import machine_limits
 from planish.model.config import ModelConfig
 from planish.model.linears import distinct_fused_modules, linear_shape
 
-REPEATS = 3
 RANK = 32
 MAX_COMPARED_LAYERS = 6
 """Layers on which torch's functions are compared: more weights than a cache holds."""
@@ -267,18 +265,8 @@ def lora_matmuls(rows: int, linear_shapes: Sequence[tuple[int, int]]) -> Callabl
 
 
 def seconds(calls: Sequence[Callable[[], Any]]) -> float:
-    """Return the seconds of all calls, one after the other: the median of several runs after a
-    warm-up.
-    """
-    times = []
-    for _ in range(REPEATS + 1):
-        synchronize()
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    """Return the seconds of all calls, one after the other (see machine_limits.py)."""
+    return machine_limits.seconds(calls, DEVICE)
 
 
 def synchronize() -> None:
@@ -288,14 +276,8 @@ def synchronize() -> None:
 
 
 def measure_read_bandwidth(size: int = BANDWIDTH_BYTES) -> float:
-    """Return bytes per second, with the fastest torch function for reading uncached memory."""
-    x = torch.ones(size // 4, device=DEVICE)
-    readers = (
-        partial(torch.sum, x),
-        partial(torch.amax, x),
-        partial(torch.dot, x[: x.numel() // 2], x[x.numel() // 2 :]),
-    )
-    return size / min(seconds([reader]) for reader in readers)
+    """Return the bytes per second for reading memory (see machine_limits.py)."""
+    return machine_limits.read_bandwidth(DEVICE, size)
 
 
 def random_matrix(rows: int, columns: int) -> Tensor:

@@ -67,7 +67,7 @@ def memory_findings(name: str | None, settings: EngineSettings) -> Iterator[Find
         remedy = "name a directory that `planish models` lists"
         yield Finding("plan", f"{name or DEFAULT_MODEL}: {error}", {"error": str(error)}, remedy)
         return
-    yield _plan_finding(name or DEFAULT_MODEL, directory, plan, settings.quantize)
+    yield plan_finding(name or DEFAULT_MODEL, directory, plan, settings.quantize)
 
 
 def _missing_model_finding(name: str | None, error: UnknownModelError) -> Finding:
@@ -82,9 +82,13 @@ def _missing_model_finding(name: str | None, error: UnknownModelError) -> Findin
     return Finding("plan", f"--model {name}: not on this machine", value, remedy)
 
 
-def _plan_finding(
+def plan_finding(
     name: str, directory: Path, device_memory: DeviceMemory, scheme: str | None
 ) -> Finding:
+    """Return how an engine would divide the memory for the base model in `directory`.
+
+    `scheme`: the quantization of its weights, or None.
+    """
     remedy = "use the other scheme, or none"
     try:
         check_quantizable(ModelConfig.from_directory(directory), scheme)

@@ -213,12 +213,12 @@ def _use_expandable_segments() -> None:
     (pytorch issue 192330).
     """
     configured = os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
-    if not configured and not _is_wsl():
+    if not configured and not is_wsl():
         # Setting these variables now has no effect, because torch reads them at import.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def _is_wsl(release: Path = Path("/proc/sys/kernel/osrelease")) -> bool:
+def is_wsl(release: Path = Path("/proc/sys/kernel/osrelease")) -> bool:
     """Return whether this is the Windows Subsystem for Linux, according to the kernel's name."""
     try:
         return "microsoft" in release.read_text().lower()

@@ -117,6 +117,8 @@ class DeviceMemory:
         adapter_bytes: int | None = None,
         *,
         reserves_for_next: bool = False,
+        device: torch.device | None = None,
+        device_bytes: int | None = None,
     ) -> None:
         """Create the budgets of an engine with these settings.
 
@@ -130,9 +132,13 @@ class DeviceMemory:
         `reserves_for_next`: on a GPU, each base model leaves a third of the free memory for further
         base models, if a base model of the same size would fit into that third. Otherwise a base
         model reserves all free memory.
+
+        `device`, `device_bytes`: another device than that of the settings, and its usable memory,
+        for a plan for a GPU that this machine need not have.
         """
         self._settings = settings
-        self.device = choose_device(settings.device)
+        self.device = device or choose_device(settings.device)
+        self._device_bytes = device_bytes
         self._expected_directories = {directory.resolve() for directory in expected_directories}
         self._adapter_bytes = adapter_bytes
         self._reserves_for_next = reserves_for_next
@@ -159,7 +165,7 @@ class DeviceMemory:
     @cached_property
     def _usable_bytes(self) -> int | None:
         """The usable memory of the device, measured once before the first base model is loaded."""
-        return usable_bytes(self.device)
+        return self._device_bytes or usable_bytes(self.device)
 
     def _budget_for(self, directory: Path) -> ModelMemory:
         """Return the budget of a base model, given the base models that are loaded or expected."""

@@ -3,14 +3,14 @@
 import json
 
 import gpu
-import gpu_profile
 import pytest
 import torch
 from gpu_limits import decode_bytes, num_attention_pairs, training_flops
 from gpu_parts import Options
-from random_model import SHAPES, random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from planish.doctor.gpu import kernel_profile
+from planish.doctor.gpu.random_model import SHAPES, random_model
 from planish.model.config import ModelConfig, RopeConfig
 
 SIZES = ModelConfig(
@@ -70,7 +70,7 @@ def models(tmp_path_factory):
 
 
 def test_a_random_model_is_one_that_transformers_loads(models, monkeypatch):
-    monkeypatch.setattr("random_model.SHARD_BYTES", 50_000)
+    monkeypatch.setattr("planish.doctor.gpu.random_model.SHARD_BYTES", 50_000)
     directory = random_model("tiny", models, torch.device("cpu"))
     assert len(list(directory.glob("*.safetensors"))) > 1
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -175,8 +175,8 @@ def test_the_profile_names_what_takes_the_time(tmp_path, models, capsys):
 
 
 def test_time_without_a_kernel_is_what_no_span_covers():
-    assert gpu_profile.union_length([(0, 2), (1, 3), (1, 2), (5, 6)]) == pytest.approx(4)
-    assert gpu_profile.total_by_name([("a", 1, 1.0), ("b", 1, 5.0), ("a", 2, 2.0)]) == [
+    assert kernel_profile.union_length([(0, 2), (1, 3), (1, 2), (5, 6)]) == pytest.approx(4)
+    assert kernel_profile.total_by_name([("a", 1, 1.0), ("b", 1, 5.0), ("a", 2, 2.0)]) == [
         ("b", 1, 5.0),
         ("a", 3, 3.0),
     ]

@@ -9,10 +9,10 @@ to the backward passes of that thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -42,14 +42,30 @@ WAITING = (
     "nonzero",
     "unique_consecutive",
 )
+ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided")
+"""Functions that return memory without a value."""
 
 
 class RefusedError(Exception):
     """An operation that a GPU would reject."""
 
 
+class Observer(Protocol):
+    """What sees the work of the pretended GPU. With an observer no kernel is interpreted: the
+    results of kernels are random numbers, so that a pass takes a fraction of a second.
+    """
+
+    def operation(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """An operation of torch with inputs or results on the GPU, views included."""
+
+    def launch(self, kernel: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """A launch of a Triton kernel."""
+
+
 class Marks:
     """The storages on the pretended GPU, and whether a capture is running."""
+
+    observer: Observer | None = None
 
     def __init__(self) -> None:
         # which also keeps their addresses from being used again
@@ -110,12 +126,16 @@ class _Functions(TorchFunctionMode):
         kwargs.pop("pin_memory", None)
         place = kwargs.pop("device", None)
         made = func(*args, **kwargs)
+        if marks.observer is not None and name in ALLOCATIONS:
+            _fill(made)
         if (place is not None and torch.device(place) == GPU) or (
             is_marked and name == "new_tensor"
         ):
             if name in ("tensor", "new_tensor"):
                 marks.wait(name)
             marks.put(made)
+            if marks.observer is not None and own is None and name not in ALLOCATIONS:
+                marks.observer.operation(func, [], tensors(made))
         return made
 
     def _moved(
@@ -137,6 +157,8 @@ class _Functions(TorchFunctionMode):
             return moved
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             moved = moved.clone()
+        if self._marks.observer is not None:
+            self._marks.observer.operation(torch.ops.aten.copy_.default, [own], [moved])
         return self._marks.put(moved) if there else moved
 
 
@@ -184,7 +206,20 @@ class _Operations(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         if on_gpu:
             marks.put([x for x in tensors(made) if not any(x is other for other in elsewhere)])
+            if marks.observer is not None:
+                if name in ALLOCATIONS:
+                    _fill(made)
+                marks.observer.operation(func, given, tensors(made))
         return made
+
+
+def _fill(made: Tensor) -> None:
+    """Fill new memory, in the place of the kernels that are not interpreted."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        if made.is_floating_point():
+            made.uniform_(-0.1, 0.1)
+        else:
+            made.zero_()
 
 
 @contextmanager
@@ -203,6 +238,9 @@ def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[Marks]:
         if not all(marks.has(x) for x in tensors((args, kwargs))):
             raise RefusedError(f"kernel {kernel.fn.__name__} over what is on the CPU")
         assert all(size <= 65_535 for size in grid[1:])
+        if marks.observer is not None:
+            marks.observer.launch(kernel, args, kwargs)
+            return None
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             return interpret(kernel, *args, grid=grid, **kwargs)
 

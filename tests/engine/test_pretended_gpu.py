@@ -119,7 +119,7 @@ def test_the_gpu_allocator_is_unchanged_on_wsl(
 ):
     found: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
-    monkeypatch.setattr(base_models, "_is_wsl", lambda: True)
+    monkeypatch.setattr(base_models, "is_wsl", lambda: True)
     directory, settings = tiny_model(tmp_path, layers=1), EngineSettings()
     BaseModel(directory, settings, DeviceMemory(settings).claim(directory))
     assert not found

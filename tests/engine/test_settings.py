@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from planish.engine import settings
-from planish.engine.base_models import BaseModel, _is_wsl
+from planish.engine.base_models import BaseModel, is_wsl
 from planish.engine.memory import ModelMemory
 from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.settings import EngineSettings, choose_device
@@ -86,10 +86,10 @@ def test_device_cuda_resolves_to_an_indexed_gpu(monkeypatch, name, number):
 
 def test_wsl_is_detected_by_its_kernel_release(tmp_path):
     release = tmp_path / "osrelease"
-    for text, is_wsl in (
+    for text, expected in (
         ("5.15.167.4-microsoft-standard-WSL2\n", True),
         ("6.8.0-generic\n", False),
     ):
         release.write_text(text)
-        assert _is_wsl(release) == is_wsl
-    assert not _is_wsl(tmp_path / "missing")
+        assert is_wsl(release) == expected
+    assert not is_wsl(tmp_path / "missing")

@@ -173,8 +173,7 @@ class CudaGraphRunner:
                     self._steps[size, adapted, adapted] = self._make_step(size, adapted, adapted)
                 except RuntimeError as error:
                     clear_frames(error)
-                    self._steps.clear()
-                    self.recorder = None
+                    self.disable_graphs()
                     reason = str(error).strip().split("\n")[0]
                     logging.getLogger(__name__).warning(
                         "decoding steps run without CUDA graphs, slower: recording the graph for "
@@ -183,6 +182,12 @@ class CudaGraphRunner:
                         reason,
                     )
                     return
+
+    def disable_graphs(self) -> bool:
+        """Run all further steps eagerly, and return whether they were CUDA graphs until now."""
+        had_graphs, self.recorder = self.recorder is not None, None
+        self._steps.clear()
+        return had_graphs
 
     def release_adapters(self) -> None:
         """Release the adapters that the tables refer to."""

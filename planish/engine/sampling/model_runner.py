@@ -42,6 +42,10 @@ class ModelRunner(Protocol):
         """Record the steps that this model runner can replay; an eager one records nothing."""
         ...
 
+    def disable_graphs(self) -> bool:
+        """Run all further steps eagerly, and return whether they were CUDA graphs until now."""
+        ...
+
     def release_adapters(self) -> None:
         """Free the adapter weights kept from step to step; called when no request is running."""
         ...
@@ -103,6 +107,10 @@ class EagerRunner:
 
     def record(self) -> None:
         """Do nothing, because every step runs eagerly."""
+
+    def disable_graphs(self) -> bool:
+        """Return False, because every step runs eagerly."""
+        return False
 
     def release_adapters(self) -> None:
         """Free the stacked adapter weights."""

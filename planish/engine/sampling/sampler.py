@@ -126,6 +126,10 @@ class Sampler:
         """Record the CUDA graphs of decoding steps if this model uses them, else do nothing."""
         self._runner.record()
 
+    def disable_cuda_graphs(self) -> bool:
+        """Run further decoding steps kernel by kernel. Return whether they were CUDA graphs."""
+        return self._runner.disable_graphs()
+
     @property
     def num_preempted_samples(self) -> int:
         """The number of preempted samples that wait for memory."""

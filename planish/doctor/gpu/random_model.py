@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -105,13 +106,21 @@ def random_model(name: str, home: Path, device: torch.device) -> Path:
     unfinished = directory.with_name(f".{name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    _write_config(unfinished, SHAPES[name])
+    write_config(unfinished, SHAPES[name])
     _write_weights(unfinished, expected_shapes(ModelConfig.from_directory(unfinished)), device)
     save_byte_tokenizer(unfinished)
     return unfinished.rename(directory)
 
 
-def _write_config(directory: Path, shape: Mapping[str, Any]) -> None:
+def num_bytes(name: str) -> int:
+    """Return the bytes of the weights of a model of SHAPES."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), SHAPES[name])
+        return sum(map(_bytes, expected_shapes(ModelConfig.from_directory(Path(folder))).values()))
+
+
+def write_config(directory: Path, shape: Mapping[str, Any]) -> None:
+    """Write config.json and generation_config.json of a model in one of SHAPES."""
     has_experts = "num_experts" in shape
     config = (Qwen3MoeConfig if has_experts else Qwen3Config)(
         **shape,
