@@ -123,7 +123,11 @@ def gap(path: Path, dtype: str) -> float:
     from planish.engine.training.trainer import Trainer
 
     decoder = _decoder(path, dtype)
-    return measure_difference(decoder, Sampler(decoder, SamplerSettings(), str), Trainer(decoder))
+    difference = measure_difference(
+        decoder, Sampler(decoder, SamplerSettings(), str), Trainer(decoder)
+    )
+    assert difference is not None
+    return difference
 
 
 def _decoder(path: Path, dtype: str):

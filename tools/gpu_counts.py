@@ -34,7 +34,7 @@ MARK = "<!-- The rest of this page is written by tools/gpu_counts.py. -->\n"
 SCHEMES = ("bf16", "int8", "nf4")
 PASSES = ("decode", "train")
 FAMILIES = (
-    *("llama", "mistral", "ministral3", "qwen2", "qwen3", "smollm3", "phi3", "gemma3", "olmo3"),
+    *("qwen3", "llama", "mistral", "ministral3", "qwen2", "smollm3", "phi3", "gemma3", "olmo3"),
     *("gpt_oss", "qwen3_moe", "qwen3_5", "qwen3_5_moe"),
 )
 LAYERS = (2, 4)
@@ -45,9 +45,9 @@ PROMPTS, SAMPLES, PROMPT_TOKENS = 3, 3, 130
 TRAINED = (2, 2, 40, 20)
 """Prompts, samples for each, and the tokens of a prompt and of a sample."""
 LINEAR_SIZE = 1024
-ROWS = {"forward, 15 rows": 15, "forward, 130 rows": 130, "forward, 500 rows": 500}
+ROWS = {"forward, 15 rows": 15, "forward, 130 rows": 130, "forward, 600 rows": 600}
 """Rows for which the bytes of a weight are counted. No dimension of a weight is as large."""
-BACKWARD_ROWS = 500
+BACKWARD_ROWS = 600
 
 Counts = dict[str, float]
 

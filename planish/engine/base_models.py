@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from planish.engine.agreement import measure_difference
+from planish.engine.agreement import measure_difference, warn_of_difference
 from planish.engine.constraints.cache import GrammarCache
 from planish.engine.memory import DeviceMemory, ModelMemory, gib
 from planish.engine.numerics import Numerics, describe_numerics
@@ -103,6 +103,8 @@ class BaseModel:
         self._difference: float | None = None
         if config.hf is not None:
             self._difference = measure_difference(self.decoder, self.sampler, self.trainer)
+        elif Device(device).is_gpu:
+            self._difference = warn_of_difference(self.decoder, self.sampler, self.trainer)
 
     def numerics(self) -> Numerics:
         """Return a description of the numerics: kernels, batch invariance, and how closely sampler

@@ -154,7 +154,7 @@ def test_a_model_is_measured_from_loading_to_its_slowest_kernels(tmp_path, monke
     assert lines["largest difference of sampled and trained logprobs"]["got"] < 0.01
     assert lines["train, sequences of 64 tokens"]["got"] > 0
     assert lines["memory: peak of everything"]["expected"] > 0
-    assert len(parts["tiny int8"]["details"]["slowest_kernels"]) == 10
+    assert 0 < len(parts["tiny int8"]["details"]["slowest_kernels"]) <= 10
     assert any("decode, 9 rows: expected" in text for text in printed)
     assert not (tmp_path / "home" / "random-models").exists()
 

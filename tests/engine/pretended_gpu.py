@@ -230,7 +230,8 @@ def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[Marks]:
     passed = [Verdict(family, True) for family in FAMILIES]
     patch.setattr(base_models, "check_kernels", lambda *_: passed)
     patch.setattr(GraphRecorder, "record", lambda _, step: recorded(marks, step))
-    # Interpreted, the graphs of all sizes take minutes.
+    # Interpreted, the sampling of a few tokens takes seconds, and the graphs of all sizes minutes.
+    patch.setattr(base_models, "warn_of_difference", lambda *_: None)
     patch.setattr(Sampler, "record_cuda_graphs", lambda _: None)
     interpret, apply = InterpretedFunction.run, BackwardCFunction.apply
 

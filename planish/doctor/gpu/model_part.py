@@ -17,7 +17,7 @@ from planish.doctor.gpu.cards import Card
 from planish.doctor.gpu.kernel_profile import profile_run
 from planish.doctor.gpu.report_file import Line
 from planish.doctor.gpu.roofline import RANK, decode_estimate, training_estimate
-from planish.engine.agreement import measure_difference
+from planish.engine.agreement import ROUNDING_DIFFERENCES, measure_difference
 from planish.engine.base_models import BaseModel
 from planish.engine.memory import ModelMemory
 from planish.engine.settings import EngineSettings
@@ -30,13 +30,11 @@ from planish.types import AdamParams, Datum, LoraConfig, ModelInput, SampleRespo
 WARM_UP_STEPS, SPARE_TOKENS = 4, 8
 """Decoding steps before a timing, and tokens that each sample has left after it."""
 SLOWEST = 10
-MAX_GAP = 0.1
-"""The largest difference of sampled and trained logprobs, in nats, that bf16 explains."""
 _GROUPS = {
     "matmuls": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "_bit_kernel", "dequant", "mm"),
     "attention": ("_pieces_kernel", "_combine_kernel", "_prefill_kernel", "_keep_kernel"),
     "adapters": ("shrink_kernel", "expand_kernel"),
-    "logits": ("_split_sums", "_row_sums", "_sample", "softmax"),
+    "logits": ("_split_sums", "_row_sums", "_sample", "softmax", "filter_kernel"),
 }
 """Parts of kernels' names, by the part of `decode_estimate` that bounds their sum."""
 
@@ -94,7 +92,7 @@ class ModelPart:
                 "largest difference of sampled and trained logprobs",
                 measure_difference(base.decoder, base.sampler, base.trainer),
                 "nats",
-                f"at most {MAX_GAP}",
+                f"at most {ROUNDING_DIFFERENCES[base.backend.dtype]}",
             )
         )
         adapter = self._adapter(base)
