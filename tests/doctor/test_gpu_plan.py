@@ -48,15 +48,13 @@ def test_a_decoding_step_takes_at_least_the_reading_of_the_weights(qwen3_8b):
     assert many.parts["attention"] == pytest.approx(128 * one.parts["attention"])
 
 
-def test_rows_beyond_the_limit_of_the_quantized_kernels_cost_what_was_counted(qwen3_8b):
-    few, many = (
-        decode_estimate(qwen3_8b, RTX4090, rows, 64, "int8").parts["matmuls"] for rows in (16, 130)
-    )
-    counted = bytes_per_weight("int8", 130) / bytes_per_weight("int8", 16)
-    head = 2 * 151_936 * 4096 / work_of(qwen3_8b, 1).linear_weights
-    expected = (bytes_per_weight("int8", 130) + head) / (bytes_per_weight("int8", 16) + head)
-    assert counted >= 1
-    assert many / few == pytest.approx(expected, rel=0.01)
+@pytest.mark.parametrize("scheme", [None, "int8", "nf4"])
+def test_a_small_step_reads_the_counted_bytes_of_each_weight(qwen3_8b, scheme):
+    found = decode_estimate(qwen3_8b, RTX4090, 15, 64, scheme).parts["matmuls"]
+    work = work_of(qwen3_8b, 15)
+    moved = work.linear_weights * bytes_per_weight(scheme, 15) + 2 * work.head_weights
+    assert found == pytest.approx(moved / (0.8 * RTX4090.bandwidth))
+    assert bytes_per_weight(scheme, 15) <= bytes_per_weight(scheme, 10_000)
 
 
 def test_training_takes_at_least_its_flops(qwen3_8b):

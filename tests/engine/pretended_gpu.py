@@ -68,21 +68,21 @@ class Marks:
     observer: Observer | None = None
 
     def __init__(self) -> None:
-        # which also keeps their addresses from being used again
-        self._known: dict[int, StorageWeakRef] = {}
+        # The references also keep the addresses from being used again.
+        self.known_storages: dict[int, StorageWeakRef] = {}
         self.is_recording = False
         self.waited: list[str] = []
         """Names of the operations that waited for the device."""
 
     def has(self, x: Tensor) -> bool:
         with torch._C.DisableTorchFunction():
-            return x.untyped_storage()._cdata in self._known
+            return x.untyped_storage()._cdata in self.known_storages
 
     def put(self, made: Any) -> Any:
         for x in tensors(made):
             with torch._C.DisableTorchFunction():
                 storage = x.untyped_storage()
-                self._known.setdefault(storage._cdata, StorageWeakRef(storage))
+                self.known_storages.setdefault(storage._cdata, StorageWeakRef(storage))
         return made
 
     def wait(self, what: str) -> None:

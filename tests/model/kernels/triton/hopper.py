@@ -30,6 +30,7 @@ class Case:
     stages: int = 3
     multiples: tuple[str, ...] = ()
     """Names of integer arguments that are multiples of 16, for which Triton specializes kernels."""
+    fuses_multiply_add: bool = True
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Resources:
     """Bytes of local memory per thread."""
     shared: int
     """Bytes of shared memory per program."""
+    wgmma: int = 0
+    """The number of Hopper's matmul instructions in the program."""
 
 
 def resources(
@@ -97,7 +100,9 @@ def _compile(module, case: Case, target: list) -> Resources:
         if name in aligned
     }
     source = ASTSource(kernel, named, case.constants, hints)
-    options = {"num_warps": case.warps, "num_stages": case.stages}
+    options: dict[str, int | bool] = {"num_warps": case.warps, "num_stages": case.stages}
+    if not case.fuses_multiply_add:
+        options["enable_fp_fusion"] = False
     compiled = triton.compile(source, target=GPUTarget(*target), options=options)
     if target[0] != "cuda":
         return Resources(case.kernel, 0, 0, compiled.metadata.shared)
@@ -110,7 +115,8 @@ def _compile(module, case: Case, target: list) -> Resources:
         ).stdout
     registers, local = (int(re.findall(rf"{name}:(\d+)", said)[0]) for name in ("REG", "LOCAL"))
     stack = int(re.search(r"STACK:(\d+)", said).group(1))  # type: ignore[union-attr]
-    return Resources(case.kernel, registers, max(local, stack), compiled.metadata.shared)
+    wgmma = compiled.asm["ptx"].count("wgmma.mma_async")
+    return Resources(case.kernel, registers, max(local, stack), compiled.metadata.shared, wgmma)
 
 
 if __name__ == "__main__":
