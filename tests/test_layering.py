@@ -69,12 +69,16 @@ FORBIDDEN = {(part, lower) for part in ABOVE_THE_SEAM for lower in ("engine", "f
 FORBIDDEN |= {("server", "client"), ("client", "server")}
 IN_FUNCTIONS = {
     ("planish.commands.checkpoints", "planish.export"),
+    ("planish.commands.doctor", "planish.doctor"),
     ("planish.client.local", "planish.engine"),
     ("planish.client.local", "planish.fleet"),
     ("planish.commands.models", "planish.model"),
     ("planish.commands.run", "planish.server"),
+    ("planish.doctor.gpu.measurements", "planish.doctor"),
 }
-"""For whom torch would be loaded in vain: clients of a server, and a list of models."""
+"""For whom torch would be loaded in vain: clients of a server, and a list of models. The doctor
+loads transformers only to create a random model.
+"""
 
 
 @dataclass(frozen=True)
