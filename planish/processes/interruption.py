@@ -137,15 +137,25 @@ class Interruption:
 
 
 class StopRequest:
-    """A request by Ctrl-C or SIGTERM to stop a loop that does not use asyncio.
+    """A request by Ctrl-C or SIGTERM, or by `takes_request`, to stop a loop that does not use
+    asyncio.
 
-    Use it as a context manager in the main thread. In any other thread it has no effect. In a
-    notebook, SIGTERM keeps its usual effect.
+    Use it as a context manager in the main thread. In any other thread, signals have no effect. In
+    a notebook, SIGTERM keeps its usual effect.
     """
 
-    def __init__(self, notify: Callable[[str], None]) -> None:
-        """`notify` is called with a message at the first signal. Later signals end the loop."""
+    def __init__(
+        self,
+        notify: Callable[[str], None],
+        takes_request: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`notify` is called with a message at the first signal. Later signals end the loop.
+        `takes_request` returns whether something other than a signal asks the loop to stop. The
+        process then exits with status 0.
+        """
         self._notify = notify
+        self._takes_request = takes_request
+        self._exits_normally = False
         self._signal: int | None = None
         self._is_interruptible = False
         self._stop_requested: SimpleQueue[int | None] = SimpleQueue()
@@ -172,11 +182,16 @@ class StopRequest:
     @property
     def exit_exception(self) -> BaseException:
         """The exception to raise when the loop was asked to stop and is saved."""
+        if self._exits_normally:
+            return Stopped()
         return exception_for_signal(self._signal or signal.SIGINT)
 
     def check(self) -> None:
         """Raise Interrupted if the loop was asked to stop."""
         if self._signal is not None:
+            raise Interrupted
+        if self._takes_request():
+            self._exits_normally = True
             raise Interrupted
 
     @contextmanager

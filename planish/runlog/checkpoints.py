@@ -344,15 +344,18 @@ class RunCheckpoints:
 
 @contextmanager
 def save_when_stopped(checkpoints: RunCheckpoints, display: StepDisplay) -> Iterator[StopRequest]:
-    """Save the run if Ctrl-C, SIGTERM or an error stops a loop that does not use asyncio.
+    """Save the run if Ctrl-C, SIGTERM, `request_stop` or an error stops a loop that does not use
+    asyncio.
 
-    Within the block, the first signal ends the loop at its next check. The steps that `display`
-    counts as done are saved. Then KeyboardInterrupt or Terminated is raised, or the error.
+    The command that started the process is recorded, for a resume. Within the block, the first
+    signal or request ends the loop at its next check. The steps that `display` counts as done are
+    saved. Then KeyboardInterrupt, Terminated or Stopped is raised, or the error.
 
     After an error in the stage TRAINING_STAGE nothing is saved, because the weights may contain
     more than the steps that are done.
     """
-    with StopRequest(display.say) as stop:
+    checkpoints.run.record_command()
+    with StopRequest(display.say, checkpoints.run.take_stop_request) as stop:
         try:
             yield stop
         except Interrupted:

@@ -3,6 +3,7 @@ options.
 """
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from planish.files import read_rows
 from planish.recipes import rl_loop
 from planish.recipes.training_run import read_options
 from planish.rl.answers import answer_datum
-from planish.runlog.run_directory import RunDirectory
+from planish.runlog.run_directory import COMMAND, RunDirectory, request_stop
 from planish.types import ModelInput
 
 
@@ -145,6 +146,33 @@ def test_a_prompt_that_leaves_no_room_is_named_before_the_first_step(
 
 class Broken(Exception):
     """The cause of a failure."""
+
+
+def test_a_requested_stop_saves_the_step_and_the_run_resumes(
+    service, tokenizer, sums_dataset, tmp_path, monkeypatch
+):
+    def log(self, step, metrics):
+        logged(self, step, metrics)
+        if step == 2:
+            request_stop(self.path)
+
+    logged = RunDirectory.log
+    config = options(sums_dataset, tmp_path, save_every=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "log", log)
+        with pytest.raises(SystemExit) as stopped:
+            rl_loop.train(config, service)
+    assert stopped.value.code == 0
+    [record] = read_rows(tmp_path / "run" / "checkpoints.jsonl")
+    assert record["batch"] == 3
+    command = json.loads((tmp_path / "run" / COMMAND).read_text())
+    assert command["command"] == sys.orig_argv
+    run = rl_loop.train(config, service)
+    other = options(sums_dataset, tmp_path, save_every=0, log_path=str(tmp_path / "other"))
+    undisturbed = rl_loop.train(other, type(service)(tokenizer))
+    assert untimed(read_rows(run / "metrics.jsonl")) == untimed(
+        read_rows(undisturbed / "metrics.jsonl")
+    )
 
 
 def test_a_run_that_fails_while_it_samples_saves_its_steps(
