@@ -15,6 +15,8 @@ from planish.runlog.run_directory import CHECKPOINTS, METRICS
 _MAX_DEPTH = 4
 _MAX_RUNS = 2000
 _SCAN_SECONDS = 3.0
+_MAX_READ_BYTES = 16 << 20
+"""How much of a metrics file one request reads. It takes a few tenths of a second."""
 _RUN_FILES = (METRICS, CHECKPOINTS)
 PLACE_OPTIONS = frozenset({"log_path", "wandb_name", "base_url"})
 """Options that say where a run is, not what it does. Comparisons leave them out."""
@@ -99,7 +101,8 @@ class Catalog:
                 where[name if relative == "." else f"{name}/{relative}"] = path
         self._evaluations = evaluations
         self._readers = {
-            run_id: self._readers.get(run_id) or RunReader(path, run_id)
+            run_id: self._readers.get(run_id)
+            or RunReader(path, run_id, max_read_bytes=_MAX_READ_BYTES)
             for run_id, path in found.items()
         }
 

@@ -7,9 +7,9 @@ twice, the later row counts.
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from operator import itemgetter
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from planish.console.row_tail import Row
 
 STEP_SECONDS = "time/total"
+_BLOCK_ROWS = 4096
 _MAX_INT = 1 << 63
 
 
@@ -57,21 +58,47 @@ class MetricTable:
     num_rows: int = 0
     last_step: float | None = None
 
-    def add(self, rows: Iterable[Row]) -> None:
+    def add(self, rows: Sequence[Row]) -> None:
         """Add rows in the order of the file."""
-        stepped = [(step, row) for row in rows if (step := _step(row)) is not None]
-        # Most rows have the names of the row before, so that whole columns can be added at once.
-        for names, group in groupby(stepped, key=lambda pair: tuple(pair[1])):
-            steps, alike = zip(*group, strict=True)
-            self.num_rows += len(steps)
-            self.last_step = steps[-1]
-            for name, values in zip(names, zip(*map(dict.values, alike), strict=True), strict=True):
+        for start in range(0, len(rows), _BLOCK_ROWS):
+            block = rows[start : start + _BLOCK_ROWS]
+            if not self._add_alike(block):
+                for row in block:
+                    self._add_row(row)
+
+    def _add_alike(self, rows: Sequence[Row]) -> bool:
+        """Add rows that have the same names, whole columns at once. Return False, and add nothing,
+        if the rows differ or have no usable steps.
+        """
+        names = [name for name in rows[0] if name != "step"]
+        if len(set(map(len, rows))) > 1 or len(names) < 2 or len(names) == len(rows[0]):
+            return False
+        try:
+            steps = tuple(map(itemgetter("step"), rows))
+            columns = list(zip(*map(itemgetter(*names), rows), strict=True))
+        except KeyError:
+            return False
+        if not _are_numbers(steps) or not all(map(math.isfinite, steps)):
+            return False
+        self._note_steps(steps)
+        for name, values in zip(names, columns, strict=True):
+            self._add_column(name, steps, values)
+        return True
+
+    def _add_row(self, row: Row) -> None:
+        step = _step(row)
+        if step is not None:
+            self._note_steps((step,))
+            for name, value in row.items():
                 if name != "step":
-                    self._add_column(name, steps, values)
+                    self._add_column(name, (step,), (value,))
+
+    def _note_steps(self, steps: Sequence[float]) -> None:
+        self.num_rows += len(steps)
+        self.last_step = steps[-1]
 
     def _add_column(self, name: str, steps: Sequence[float], values: Sequence[Any]) -> None:
-        types = set(map(type, values))
-        if not types <= {int, float} or (int in types and not all(map(is_number, values))):
+        if not _are_numbers(values):
             pairs = [pair for pair in zip(steps, values, strict=True) if is_number(pair[1])]
             if not pairs:
                 return
@@ -153,6 +180,17 @@ class Column:
 def _step(row: Row) -> float | None:
     step = row.get("step", row.get("progress/batch"))
     return step if is_number(step) and math.isfinite(step) else None
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    """Return whether `is_number` holds for all values. It calls no Python function for each."""
+    types = set(map(type, values))
+    if not types <= {int, float}:
+        return False
+    if int not in types:
+        return True
+    integers = values if types == {int} else [value for value in values if type(value) is int]
+    return min(integers) > -_MAX_INT and max(integers) < _MAX_INT
 
 
 def is_number(value: Any) -> TypeGuard[float]:

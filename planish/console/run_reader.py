@@ -39,7 +39,8 @@ _MAX_TEXT_BYTES = 64 << 20
 class RunReader:
     """Reads one run directory. Its methods may be called from several threads."""
 
-    def __init__(self, path: Path, run_id: str) -> None:
+    def __init__(self, path: Path, run_id: str, *, max_read_bytes: int | None = None) -> None:
+        """`max_read_bytes` limits what one `refresh_metrics` reads of the metrics."""
         self.path = path
         self.id = run_id
         self.metrics = MetricTable()
@@ -47,7 +48,7 @@ class RunReader:
         self.checkpoints: list[Row] = []
         self.config: Row = {}
         self.lock = threading.RLock()
-        self._metric_rows = RowTail(path / METRICS)
+        self._metric_rows = RowTail(path / METRICS, max_read_bytes)
         self._index_rows = RowTail(path / INDEX)
         self._checkpoint_rows = RowTail(path / CHECKPOINTS)
         self._summary_rows: dict[Path, RowTail] = {}

@@ -122,3 +122,30 @@ def test_a_directory_in_place_of_the_file_is_reported(path):
     tail = RowTail(path)
     assert tail.read() == []
     assert "metrics.jsonl cannot be read" in tail.problems()[0]
+
+
+def test_a_large_file_is_read_in_parts(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1000)))
+    tail = RowTail(path, max_read_bytes=4000)
+    parts = []
+    while (rows := tail.read()) and len(parts) < 100:
+        parts.append(rows)
+        assert bool(tail.unread_bytes) == any("is being read" in text for text in tail.problems())
+    assert [row["step"] for part in parts for row in part] == list(range(1000))
+    assert len(parts) == 4
+    assert tail.problems() == []
+    with open(path, "a") as file:
+        file.write(json.dumps({"text": "x" * 10_000}) + "\n")
+    assert [len(row["text"]) for row in tail.read()] == [10_000]
+    assert tail.unread_bytes == 0
+
+
+def test_lines_that_would_join_are_damaged(tmp_path):
+    """Blocks of lines are parsed together, and each line counts on its own all the same."""
+    path = tmp_path / "rows.jsonl"
+    lines = ['{"a":1},{"b":2}', '{"c":[{"d":1}', '{"e":2}]}', '{"f":3}']
+    path.write_text("\n".join(lines) + "\n")
+    tail = RowTail(path)
+    assert tail.read() == [{"f": 3}]
+    assert [damage.line for damage in tail.damaged] == [1, 2, 3]

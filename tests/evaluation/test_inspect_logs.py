@@ -50,6 +50,7 @@ def test_an_evaluation_and_a_run_become_logs(tmp_path, capsys):
     [written] = capsys.readouterr().out.split()
     read = log.read_eval_log(written)
     rows = read_rows(tmp_path / "eval/samples.jsonl")
+    rows.sort(key=lambda row: (row["sample"], row["question"]))  # the order of Inspect's logs
     assert [(s.id, s.epoch) for s in read.samples] == [
         (r["question"], r["sample"] + 1) for r in rows
     ]
