@@ -140,6 +140,41 @@ class ModelInput:
         """Number of tokens. Raise UserError if an image has no `expected_tokens`."""
         return sum(chunk.length for chunk in self.chunks)
 
+    def to_targets(self) -> list[int]:
+        """Return all token ids, with 0 at each position of an image. Raise UserError if an image
+        has no `expected_tokens`.
+        """
+        targets: list[int] = []
+        for chunk in self.chunks:
+            is_image = isinstance(chunk, ImageChunk)
+            targets += [0] * chunk.length if is_image else chunk.tokens
+        return targets
+
+    def to_keys(self) -> list[int]:
+        """Return one integer for each token, which is equal in two inputs if the tokens are.
+
+        Text has its token ids. The positions of an image have negative numbers that follow from its
+        content. Raise UserError if an image has no `expected_tokens`.
+        """
+        keys: list[int] = []
+        for chunk in self.chunks:
+            keys += chunk.keys() if isinstance(chunk, ImageChunk) else chunk.tokens
+        return keys
+
+    def prefix(self, length: int) -> ModelInput:
+        """Return the first `length` tokens. An image that does not fit as a whole is left out, and
+        the result ends before it. Raise UserError if an image has no `expected_tokens`.
+        """
+        chunks: list[ModelInputChunk] = []
+        for chunk in self.chunks:
+            if length < chunk.length:
+                if isinstance(chunk, EncodedTextChunk) and length > 0:
+                    chunks.append(EncodedTextChunk(chunk.tokens[:length]))
+                break
+            chunks.append(chunk)
+            length -= chunk.length
+        return ModelInput(chunks)
+
     @property
     def max_length(self) -> int:
         """Number of tokens, in which an image without `expected_tokens` counts MAX_IMAGE_TOKENS."""

@@ -36,7 +36,7 @@ _RENDERERS = CookbookModule(
         "format_content_as_string": f"{_A}.renderers:format_content_as_string",
         "get_renderer": f"{_A}.renderers:get_renderer",
     },
-    "text only; the formats are those of `planish.renderers.FORMATS`",
+    "no audio; the formats are those of `planish.renderers.FORMATS`",
 )
 _TOOL_USE = CookbookModule("planish.tool_use")
 _LOGTREE = CookbookModule("planish.logtree")
@@ -78,7 +78,8 @@ MODULES: dict[str, CookbookModule] = {
     "exceptions": CookbookModule(f"{_A}.names"),
     "hyperparam_utils": CookbookModule("planish.training.learning_rates"),
     "image_processing_utils": CookbookModule(
-        f"{_A}.images", difference="get_image_processor raises an error: planish reads text only"
+        f"{_A}.images",
+        difference="get_image_processor raises an error: renderers find it themselves",
     ),
     "model_info": CookbookModule(
         f"{_A}.models",
@@ -201,7 +202,7 @@ MODULES: dict[str, CookbookModule] = {
 }
 
 REFUSED = {
-    "audio_processing_utils": "planish reads text only",
+    "audio_processing_utils": "planish reads text and images only",
     "capture": "planish makes no HTTP requests that could be captured",
     "chat_app": "use `planish chat`",
     "distillation.sdft": "self-distillation is not supported; docs/guide/distillation.md describes "

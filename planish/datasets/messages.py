@@ -135,7 +135,7 @@ def check_nested_keys(message: Mapping[str, Any], where: str) -> None:
         if kind not in PART_TYPES:
             raise UserError(
                 f"{part_where} is of type {kind!r}; give {{'type': 'text', 'text': ...}} or "
-                "{'type': 'thinking', 'thinking': ...} (planish reads text only)"
+                "{'type': 'thinking', 'thinking': ...} (images need the renderer of a model with images)"
             )
         _check_keys(part, ("type", kind), part_where)
     for number, call in enumerate(_list_of(message, "tool_calls")):

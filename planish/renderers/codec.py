@@ -57,6 +57,11 @@ def token_bounds() -> Iterator[list[str]]:
         _spelled_tokens.reset(token)
 
 
+def counts_tokens() -> bool:
+    """Return whether this thread is in a block of `token_bounds`."""
+    return _spelled_tokens.get() is not None
+
+
 @dataclass(frozen=True)
 class Control:
     """A mark of a format: one token if the vocabulary has it, otherwise ordinary text."""

@@ -32,7 +32,8 @@ def datum_from_weights(
     """Return tokens (N) and weights (N) as a datum of N - 1 positions: position i reads token i and
     predicts token i + 1.
 
-    At most the first `max_length` positions are kept. With reduction "mean" the weights are divided
+    At most the first `max_length` positions are kept; an image is kept as a whole or not at all. The
+    targets at the positions of images are 0. With reduction "mean" the weights are divided
     by their sum, so that each example counts equally in a summed loss; "none" keeps the weights.
     Raises ValueError if no kept target has a weight.
     """
@@ -42,14 +43,16 @@ def datum_from_weights(
         isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1
     ):
         raise ValueError(f"max_length={max_length!r}: give a whole number of at least 1, or None")
-    tokens = model_input.to_ints()
+    tokens = model_input.to_targets()
     if weights.ndim != 1 or len(weights) != len(tokens):
         raise ValueError(
             f"weights has shape {tuple(weights.shape)} for {len(tokens)} tokens; give one weight "
             "per token"
         )
-    if max_length is not None:
-        tokens, weights = tokens[: max_length + 1], weights[: max_length + 1]
+    length = len(tokens) - 1 if max_length is None else min(max_length, len(tokens) - 1)
+    kept_input = model_input.prefix(length)
+    length = kept_input.length
+    tokens, weights = tokens[: length + 1], weights[: length + 1]
     target_weights = weights[1:].to(torch.float32)
     total = float(target_weights.sum())
     if not torch.any(target_weights != 0):
@@ -64,7 +67,7 @@ def datum_from_weights(
             )
         target_weights = target_weights / total
     return Datum(
-        model_input=ModelInput.from_ints(tokens[:-1]),
+        model_input=kept_input,
         loss_fn_inputs={
             "target_tokens": TensorData(tokens[1:], "int64", [len(tokens) - 1]),
             "weights": TensorData.from_torch(target_weights),

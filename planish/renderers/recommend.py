@@ -65,6 +65,9 @@ RENDERERS_BY_NAME: tuple[tuple[str, str], ...] = (
     (r"mistral-small-(?:3\.[12]-)?24b-instruct-\d+", "mistral"),
     (r"mistral-7b-v0\.[13]", "role_colon"),
     (r"(?:mistral-7b|mixtral-8x\d+b|mistral-nemo)-instruct-.*|magistral-small-.*", "template"),
+    (r"qwen3-vl-[\d.]+b(?:-a[\d.]+b)?-instruct", "qwen3_vl_instruct"),
+    (r"qwen3-vl-[\d.]+b(?:-a[\d.]+b)?-thinking", "qwen3_vl"),
+    (r"qwen2(?:\.5)?-vl-[\d.]+b-instruct", "chatml"),
     (r"qwen3-[\d.]+b(?:-a[\d.]+b)?-thinking-2507|qwen3-coder-.*-instruct", "template"),
     (r"deepseek-r1-distill-.*|deepseek-r1-0528-qwen3-8b", "template"),
     (

@@ -21,6 +21,7 @@ from planish.renderers.role_colon import RoleColon
 from planish.renderers.smollm3 import SmolLM3
 from planish.renderers.template_format import template_format
 from planish.renderers.templates import MISTRAL_SYSTEM, chat_template_of, default_system_message
+from planish.renderers.vision import QwenVL, VisionRenderer, image_processor_of
 from planish.tokenizer import ModelTokenizer
 
 
@@ -84,6 +85,8 @@ FIXED_FORMATS: dict[str, ChatFormat] = {
     "nemotron3_ultra_medium_thinking": Nemotron3(is_ultra=True, effort="efficient"),
     "nemotron3_ultra_preserve_thinking": Nemotron3(is_ultra=True, preserves_thinking=True),
     "gemma3": Gemma3(),
+    "qwen3_vl": QwenVL(thinking=Thinking.STRIP_HISTORY),
+    "qwen3_vl_instruct": QwenVL(),
 }
 """The formats that are the same for every tokenizer."""
 
@@ -134,9 +137,9 @@ def get_renderer(
             f"strip_thinking_from_history is an option of renderer qwen3, not of {name}; remove it"
         )
     if name == "mistral" and default_system is not None:
-        return Renderer(name, tokenizer, Mistral(default_system or None))
+        return _renderer(name, tokenizer, Mistral(default_system or None))
     if name.startswith(("template", "mistral")) and current_date is not None:
-        return Renderer(name, tokenizer, FORMATS[name](tokenizer, current_date=current_date))
+        return _renderer(name, tokenizer, FORMATS[name](tokenizer, current_date=current_date))
     chat_format = FORMATS[name](tokenizer)
     if current_date is not None:
         if not isinstance(chat_format, Harmony | SmolLM3) or not chat_format.date:
@@ -144,12 +147,25 @@ def get_renderer(
                 "current_date is an option of the renderers gpt_oss_*_reasoning, mistral, smollm3* "
                 f"and template*, not of {name}; remove it"
             )
-        return Renderer(name, tokenizer, replace(chat_format, date=current_date))
+        return _renderer(name, tokenizer, replace(chat_format, date=current_date))
     if name == "chatml" and default_system is not None:
-        return Renderer(name, tokenizer, ChatML(default_system=default_system or None))
+        return _renderer(name, tokenizer, ChatML(default_system=default_system or None))
     if name == "qwen3" and strip_thinking_from_history is False:
-        return Renderer(name, tokenizer, ChatML(thinking=Thinking.KEEP_HISTORY))
-    return Renderer(name, tokenizer, chat_format)
+        return _renderer(name, tokenizer, ChatML(thinking=Thinking.KEEP_HISTORY))
+    return _renderer(name, tokenizer, chat_format)
+
+
+VISION_RENDERERS = ("qwen3_vl", "qwen3_vl_instruct")
+"""The renderers of models with images. The other renderers also write images if the tokenizer's
+directory has an image processor.
+"""
+
+
+def _renderer(name: str, tokenizer: ModelTokenizer, chat_format: ChatFormat) -> Renderer:
+    processor = image_processor_of(tokenizer)
+    if processor is None and name not in VISION_RENDERERS:
+        return Renderer(name, tokenizer, chat_format)
+    return VisionRenderer(name, tokenizer, chat_format, processor)
 
 
 _WITHOUT_THINKING = {
@@ -179,6 +195,7 @@ If several renderers have the same value, `with_thinking` selects the first of t
 """
 _ALWAYS_THINKING = (
     "kimi_k2",
+    "qwen3_vl",
     "gpt_oss_no_sysprompt",
     "gpt_oss_low_reasoning",
     "gpt_oss_medium_reasoning",

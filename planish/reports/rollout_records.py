@@ -117,14 +117,17 @@ def _turn_records(trajectory: Trajectory) -> Iterator[TurnRecord]:
 
 
 def context_after(transition: Transition) -> list[int]:
-    """Return the tokens that the policy has read and sampled by the end of a turn."""
-    return [*transition.ob.to_ints(), *transition.ac.tokens]
+    """Return the keys of what the policy has read and sampled by the end of a turn (see
+    `ModelInput.to_keys`).
+    """
+    return [*transition.ob.to_keys(), *transition.ac.tokens]
 
 
 def new_tokens(context: Sequence[int], observation: Observation) -> tuple[list[int], bool]:
     """Return (tokens, extends_context). If the observation begins with `context`, these are its
-    tokens after `context`, and True. Otherwise these are all its tokens, and False.
+    tokens after `context`, and True. Otherwise these are all its tokens, and False. Positions of
+    images have negative numbers.
     """
-    tokens = observation.to_ints()
+    tokens = observation.to_keys()
     extends_context = tokens[: len(context)] == list(context)
     return (tokens[len(context) :] if extends_context else tokens), extends_context

@@ -41,6 +41,10 @@ class Piece:
         return str(units) if self.num_tokens == 1 else f"{units}*{self.num_tokens}"
 
 
+IMAGE_SIGN = "\N{WHITE SQUARE}"
+"""How a position of an image is shown. Its token is a negative number."""
+
+
 class DisplayDetokenizer:
     """Splits tokens into pieces of text. The tokenizer is one of `transformers`, or has its
     `encode`, `decode`, `all_special_ids` and `added_tokens_decoder`.
@@ -87,6 +91,8 @@ class DisplayDetokenizer:
         return Markup("".join((*parts, escape("".join(plain)))))
 
     def _decode_piece(self, token: int) -> Piece:
+        if token < 0:
+            return Piece(IMAGE_SIGN, is_control=True)  # not kept, because images are many
         text = visible(self._decode_continuation([token]))
         piece = Piece(text or f"<{token}>", is_control=not text or token in self._control_ids)
         self._pieces[token] = piece

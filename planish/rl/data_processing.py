@@ -16,7 +16,7 @@ import numpy as np
 
 from planish.rl.advantages import ADVANTAGES, is_constant
 from planish.rl.types import Trajectory, TrajectoryGroup, Transition
-from planish.types import Datum, ModelInput
+from planish.types import Datum, EncodedTextChunk, ModelInput
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class TrainingSequence:
     """
 
     tokens_N: np.ndarray
-    """Tokens, int64."""
+    """Tokens, int64. 0 at the positions of images."""
     logprobs_N: np.ndarray
     """The sampler's logprobs, float32."""
     advantages_N: np.ndarray
@@ -39,6 +39,13 @@ class TrainingSequence:
     """Index of its trajectory in the group."""
     group_idx: int | None = None
     """Index of its group in the batch."""
+    input_with_images: ModelInput | None = None
+    """The tokens and images, [N]. None without images."""
+
+    @property
+    def model_input(self) -> ModelInput:
+        """The tokens and images, [N]."""
+        return self.input_with_images or ModelInput.from_ints(self.tokens_N)
 
     def datum(self, loss_fn: str) -> Datum:
         """Return the datum for the trainer: position i reads token i and predicts token i + 1. The
@@ -51,7 +58,7 @@ class TrainingSequence:
         }
         if loss_fn in LOSS_MASKS:
             inputs[LOSS_MASKS[loss_fn]] = self.mask_N[1:]
-        return Datum(ModelInput.from_ints(self.tokens_N[:-1]), inputs)
+        return Datum(self.model_input.prefix(len(self.tokens_N) - 1), inputs)
 
     def with_advantages(self, advantages_N: np.ndarray) -> Self:
         """Return the sequence with other advantages [N]."""
@@ -80,14 +87,14 @@ def trajectory_to_data(
     for transition, turn_advantage in zip(transitions, advantages_T, strict=True):
         if not transition.ac.tokens:
             continue
-        observation_tokens = transition.ob.to_ints()
+        observation_tokens = transition.ob.to_keys()
         if context and observation_tokens[: len(context)] != context:
-            sequences.append(_sequence(context, turns))
+            sequences.append(_sequence(turns))
             context, turns = [], []
         turns.append(_Turn(len(observation_tokens) - len(context), transition, turn_advantage))
         context = observation_tokens + transition.ac.tokens
     if turns:
-        sequences.append(_sequence(context, turns))
+        sequences.append(_sequence(turns))
     return sequences
 
 
@@ -100,7 +107,7 @@ def count_sequences(trajectory: Trajectory) -> int:
     for transition in trajectory.transitions:
         if not transition.ac.tokens:
             continue
-        observation_tokens = transition.ob.to_ints()
+        observation_tokens = transition.ob.to_keys()
         num_sequences += not context or observation_tokens[: len(context)] != context
         context = observation_tokens + transition.ac.tokens
     return num_sequences
@@ -114,7 +121,10 @@ class _Turn:
     advantage: float
 
 
-def _sequence(tokens: list[int], turns: Sequence[_Turn]) -> TrainingSequence:
+def _sequence(turns: Sequence[_Turn]) -> TrainingSequence:
+    """Return the sequence of turns, of which the last observation contains the earlier ones."""
+    last = turns[-1].transition
+    tokens = [*last.ob.to_targets(), *last.ac.tokens]
     logprobs_N, advantages_N, mask_N = np.zeros((3, len(tokens)), np.float32)
     start = 0
     for turn in turns:
@@ -126,7 +136,11 @@ def _sequence(tokens: list[int], turns: Sequence[_Turn]) -> TrainingSequence:
             mask_N[start:end] = 1.0
         start = end
     assert start == len(tokens)
-    return TrainingSequence(np.asarray(tokens, np.int64), logprobs_N, advantages_N, mask_N)
+    sequence = TrainingSequence(np.asarray(tokens, np.int64), logprobs_N, advantages_N, mask_N)
+    if not last.ob.images:
+        return sequence
+    whole = last.ob.append(EncodedTextChunk(list(last.ac.tokens)))
+    return replace(sequence, input_with_images=whole)
 
 
 def compute_advantages(

@@ -21,7 +21,7 @@ import numpy as np
 from planish.processes.interruption import gather_or_cancel
 from planish.rl.data_processing import TrainingSequence
 from planish.rl.types import Metrics
-from planish.types import ForwardBackwardOutput, ModelInput
+from planish.types import ForwardBackwardOutput
 
 
 class AdvantageShaping(Protocol):
@@ -100,9 +100,8 @@ async def log_ratios(
     async def log_ratio(sequence: TrainingSequence) -> np.ndarray:
         # The mask is 0 before the first trained token, so earlier logprobs are not needed.
         num_scored = len(sequence.mask_N) - int(np.argmax(sequence.mask_N > 0))
-        model_input = ModelInput.from_ints(sequence.tokens_N)
         scores = await client_for(sequence).compute_logprobs_async(
-            model_input, prompt_logprobs_last_n=num_scored
+            sequence.model_input, prompt_logprobs_last_n=num_scored
         )
         other_logprobs_N = np.array(
             [0.0 if score is None else score for score in scores], np.float32

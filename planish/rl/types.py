@@ -226,8 +226,10 @@ class WrappedGroup(EnvGroupBuilder):
 
 
 def prompt_id(prompt: ModelInput) -> str:
-    """Return a text that identifies a prompt by its tokens, for files: 16 hexadecimal digits."""
-    tokens = array("q", prompt.to_ints())
+    """Return a text that identifies a prompt by its tokens and images, for files: 16 hexadecimal
+    digits.
+    """
+    tokens = array("q", prompt.to_keys())
     return hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
 
 

@@ -356,7 +356,7 @@ def _collect_within_limits(data: Iterable[Datum]) -> list[Datum]:
     datums, num_elements, num_items, num_tokens = [], 0, 0, 0
     for datum in data:
         pause_if_due()
-        num_tokens += datum.model_input.length
+        num_tokens += datum.model_input.max_length
         check_count("data", num_tokens, MAX_VALUES, "token ids")
         num_items += 1 + len(datum.model_input.chunks) + len(datum.loss_fn_inputs)
         check_data_items("data", num_items)

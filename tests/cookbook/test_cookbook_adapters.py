@@ -98,7 +98,7 @@ def test_images_are_resized_and_refused_by_renderers(tmp_path):
     assert resize_image(small, 20) is small
     renderer = get_renderer("chatml", load_tokenizer(save_byte_tokenizer(tmp_path)))
     part = ImagePart(type="image", image=small)
-    with pytest.raises(ValueError, match="planish reads text only"):
+    with pytest.raises(ValueError, match="images need the renderer of a model with images"):
         renderer.build_generation_prompt([{"role": "user", "content": [part]}])
 
 

@@ -39,7 +39,10 @@ CORPUS = [
 ] * 20
 
 SPECIAL = {
-    "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>"],
+    "qwen": [
+        *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>"),
+        *("<|vision_start|>", "<|vision_end|>"),
+    ],
     "smollm2": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>"],
     "gemma": ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"],
     "llama3": [

@@ -61,7 +61,9 @@ TEMPLATES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """A renderer's name -> the file in TRL and the options with which the template writes the same."""
-NAMES = [name for name in FORMATS if is_of_a_family(name) and name != "mistral"]
+# The cookbook writes reasoning and tool results of qwen3_vl in another way than of qwen3.
+LEFT_OUT = ("mistral", "qwen3_vl", "qwen3_vl_instruct")
+NAMES = [name for name in FORMATS if is_of_a_family(name) and name not in LEFT_OUT]
 
 
 def make(name: str) -> Renderer:

@@ -1,4 +1,4 @@
-"""Image functions of the cookbook. planish reads text only, so no image reaches a model."""
+"""Image functions of the cookbook."""
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -9,8 +9,11 @@ if TYPE_CHECKING:
 
 
 def get_image_processor(model_name: str, **options: Any) -> NoReturn:
-    """Raise UnsupportedError: planish reads text only."""
-    raise UnsupportedError("get_image_processor is not offered: planish reads text only")
+    """Raise UnsupportedError: renderers find the image processor themselves."""
+    raise UnsupportedError(
+        "get_image_processor is not offered: renderers use the image processor in the directory of "
+        "the tokenizer"
+    )
 
 
 def resize_image(image: "Image", max_size: int) -> "Image":

@@ -6,18 +6,16 @@ from typing import Any, Literal, TypedDict
 from planish.errors import UnsupportedError, UserError
 from planish.renderers import Renderer
 from planish.renderers import get_renderer as planish_renderer
+from planish.renderers.vision import VisionRenderer
 from planish.tinker.refused import refused_type
 from planish.tokenizer import ModelTokenizer
 
-_TEXT_ONLY = "planish reads text only"
-AudioPart = refused_type("AudioPart", _TEXT_ONLY)
+AudioPart = refused_type("AudioPart", "planish reads text and images only")
 TmlV0Renderer = refused_type("TmlV0Renderer", "planish does not support the models of this format")
 
 
 class ImagePart(TypedDict):
-    """An image in the content of a message. Renderers reject it, because planish reads text
-    only.
-    """
+    """An image in the content of a message. Renderers of models without images reject it."""
 
     type: Literal["image"]
     image: Any
@@ -60,10 +58,14 @@ def get_renderer(
 ) -> Renderer:
     """Return the renderer `name`. The names are the keys of `planish.renderers.FORMATS`."""
     if image_processor is not None:
-        raise UnsupportedError(f"image_processor: {_TEXT_ONLY}; leave it out")
+        raise UnsupportedError(
+            "image_processor: renderers use the one in the directory of the tokenizer; leave it out"
+        )
     made = planish_renderer(
         name, tokenizer, strip_thinking_from_history=strip_thinking_from_history
     )
+    if isinstance(made, VisionRenderer):
+        return made
     return _PlayerRoleRenderer(made.name, tokenizer, made.format)
 
 

@@ -41,11 +41,6 @@ class VisionModules:
     hidden_size: int
     """The number of hidden features of a patch in the tower."""
 
-    @property
-    def token_pixels(self) -> int:
-        """The width and height of one token in pixels."""
-        return self.patch_size * self.merge_size
-
 
 @dataclass(frozen=True)
 class HFModules:

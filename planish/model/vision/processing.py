@@ -16,11 +16,19 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """The files that may have the options of the image processor."""
 
 
+def has_image_processor(directory: Path) -> bool:
+    """Return whether a model directory has the options of an image processor."""
+    return any((directory / name).is_file() for name in PROCESSOR_FILES)
+
+
 class ImageProcessor:
     """The image processor of Qwen's models, as in transformers, with Pillow."""
 
-    def __init__(self, directory: Path, vision: VisionModules) -> None:
-        """Create a processor. `directory` is read when the first image comes."""
+    def __init__(self, directory: Path, vision: VisionModules | None = None) -> None:
+        """Create a processor. `directory` is read when the first image comes.
+
+        `vision`: the vision tower, which the processor's files must fit. None: it is not known.
+        """
         self.directory, self._vision = directory, vision
 
     def grid(self, size: tuple[int, int], name: str) -> tuple[int, int]:
@@ -31,7 +39,8 @@ class ImageProcessor:
         """
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        limits, unit = self._processor.size, self._vision.token_pixels
+        processor = self._processor
+        limits, unit = processor.size, processor.patch_size * processor.merge_size
         try:
             height, width = smart_resize(
                 size[1],
@@ -68,7 +77,7 @@ class ImageProcessor:
                 "planish[images] and transformers 5.23"
             ) from error
         path = self.directory / PROCESSOR_FILES[0]
-        if not any((self.directory / name).is_file() for name in PROCESSOR_FILES):
+        if not has_image_processor(self.directory):
             raise DamagedFileError(
                 f"{path} is missing, and images cannot be read without it; download the model again"
             )
@@ -79,6 +88,8 @@ class ImageProcessor:
         except Exception as error:  # The loader raises many kinds of errors.
             raise DamagedFileError(f"{path} is no image processor of Qwen ({error})") from error
         vision = self._vision
+        if vision is None:
+            return processor
         found = (processor.patch_size, processor.temporal_patch_size, processor.merge_size)
         expected = (vision.patch_size, vision.temporal_patch_size, vision.merge_size)
         if found != expected:

@@ -282,6 +282,7 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template*",
+    "preprocessor_config.json",
 )
 
 

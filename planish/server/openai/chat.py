@@ -88,6 +88,11 @@ def parse_chat(
     }
     stop_strings = [mark for mark in stop_sequences if isinstance(mark, str)]
     prompt = build_prompt(model, renderer, options, listed_tools)
+    if prompt.images and options.return_token_ids:
+        raise WrongParameterError(
+            "return_token_ids",
+            "return_token_ids cannot be combined with images, which have no token ids; leave it out",
+        )
     constraint = chat_constraint(options, tools, renderer)
     continues = _continued_part(options, constraint)
     samples_thinking = renderer.format.capabilities.samples_thinking

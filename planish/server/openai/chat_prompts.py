@@ -11,8 +11,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from planish.errors import UserError
+from planish.images import MAX_IMAGES
 from planish.renderers import Renderer
+from planish.renderers.image_parts import chunk_of_data_url
 from planish.renderers.messages import RENDERERS_WITH_TOOLS
+from planish.renderers.vision import VisionRenderer
 from planish.server.http.openai_errors import WrongParameterError
 from planish.server.openai.models import ServedModel
 from planish.server.openai.protocol import check_text
@@ -46,7 +50,7 @@ def build_prompt(
     the prompt describes them. Raise WrongParameterError, which names the field, if the renderer
     cannot express a message or tool.
     """
-    request_messages = options.messages or []
+    request_messages = _read_images(model, renderer, options.messages or [])
     functions = [tool.function.model_dump(exclude={"strict"}, exclude_none=True) for tool in tools]
     for name, value in (("messages", request_messages), ("tools", functions)):
         check_text(name, value, model.tokenization.max_characters)
@@ -79,6 +83,65 @@ def build_prompt(
             text, lambda index: places[index] if index < len(places) else f"messages[{index}]"
         )
         raise WrongParameterError(name, text) from None
+
+
+def _read_images(
+    model: ServedModel, renderer: Renderer, messages: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return the messages of a request, in which image chunks replace the data URLs of images."""
+    num_images = 0
+    read: list[Mapping[str, Any]] = []
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        if not any(_is_image(part) for part in parts):
+            read.append(message)
+            continue
+        new_parts: list[Any] = []
+        for number, part in enumerate(parts):
+            if not _is_image(part):
+                new_parts.append(part)
+                continue
+            place = f"messages[{index}].content[{number}]"
+            num_images += 1
+            if not isinstance(renderer, VisionRenderer):
+                raise WrongParameterError(
+                    "messages", f"{place} is an image, and {model.name} reads only text; remove it"
+                )
+            if num_images > MAX_IMAGES:
+                raise WrongParameterError("messages", f"messages has over {MAX_IMAGES} images")
+            try:
+                chunk = chunk_of_data_url(_image_address(part, place), place)
+            except UserError as error:
+                raise WrongParameterError("messages", str(error)) from None
+            new_parts.append({"type": "image", "image": chunk})
+        read.append({**message, "content": new_parts})
+    return read
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in ("image_url", "image")
+
+
+def _image_address(part: Mapping[str, Any], place: str) -> str:
+    """Return the URL of a part with an image. Raise WrongParameterError for another form."""
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, Mapping) else None
+    allowed = {"type", "image_url", *_DESCRIPTIVE_FIELDS_OF_PARTS}
+    if part.get("type") != "image_url" or not isinstance(url, str) or part.keys() - allowed:
+        raise WrongParameterError(
+            "messages",
+            f'{place} is an image of another form; give {{"type": "image_url", "image_url": '
+            '{"url": "data:image/png;base64,..."}}',
+        )
+    assert isinstance(image, Mapping)
+    if image.get("detail") not in (None, "auto") or image.keys() - {"url", "detail"}:
+        raise WrongParameterError(
+            "messages",
+            f"{place}.image_url has options that are not supported; give its url only, and resize "
+            "the image to the detail that the model should see",
+        )
+    return url
 
 
 def with_message_names(text: str, name: Callable[[int], str]) -> str:

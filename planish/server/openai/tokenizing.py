@@ -36,7 +36,12 @@ def _tokenize(model: ServedModel, options: TokenizeRequest) -> Json:
                 "add_special_tokens", "the chat format adds special tokens itself; leave it out"
             )
         renderer = renderer_of(model, options)
-        tokens = build_prompt(model, renderer, options, options.tools).to_ints()
+        prompt = build_prompt(model, renderer, options, options.tools)
+        if prompt.images:
+            raise WrongParameterError(
+                "messages", "messages has an image, which is no list of token ids; remove it"
+            )
+        tokens = prompt.to_ints()
     else:
         check_text("prompt", options.prompt, tokenization.max_characters)
         tokens = tokenization.tokenizer.encode(

@@ -1,0 +1,266 @@
+"""Renderers of models with images, with the marks of Qwen: <|vision_start|> image <|vision_end|>.
+
+Every chat format works with text. So each image is first written as a random mark within the text
+of its message. The codec then replaces the mark by the tokens around an image and a negative id,
+which stands for the image. At the end, each negative id becomes an image chunk. A text cannot
+contain a mark, because marks are random numbers that are new for each conversation.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from planish.errors import UserError
+from planish.images import ImageChunk
+from planish.model.vision.decoding import decode_image
+from planish.model.vision.processing import ImageProcessor, has_image_processor
+from planish.renderers.chatml import ChatML
+from planish.renderers.codec import Codec, Control, Piece, counts_tokens
+from planish.renderers.image_parts import image_chunk
+from planish.renderers.messages import Capabilities
+from planish.renderers.renderer import Messages, Renderer
+from planish.renderers.train_on import TrainOnWhat
+from planish.tokenizer import ModelTokenizer
+from planish.types import EncodedTextChunk, ModelInput, ModelInputChunk
+
+VISION_START, VISION_END = Control("<|vision_start|>"), Control("<|vision_end|>")
+
+
+@dataclass(frozen=True)
+class QwenVL(ChatML):
+    """The ChatML of Qwen3-VL, which needs the marks of images."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the format can express, and the tokens that it requires."""
+        capabilities = super().capabilities
+        marks = (VISION_START.text, VISION_END.text)
+        return replace(capabilities, required=(*capabilities.required, *marks))
+
+
+@dataclass
+class _Images:
+    """The images of the conversation that is being rendered, by their marks."""
+
+    chunks: list[ImageChunk] = field(default_factory=list)
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def add(self, chunk: ImageChunk) -> str:
+        """Add an image, and return its mark."""
+        mark = f"\U0010fffd{secrets.token_hex(16)}\U0010fffd"
+        self.numbers[mark] = len(self.chunks)
+        self.chunks.append(chunk)
+        return mark
+
+    def split(self, text: str) -> list[str]:
+        """Return the texts and the marks of `text`, in turn."""
+        return re.split("(" + "|".join(self.numbers) + ")", text)
+
+
+_current: ContextVar[_Images | None] = ContextVar("images", default=None)
+
+
+class _VisionCodec(Codec):
+    """A codec that writes the marks of images as negative ids."""
+
+    def encode(self, pieces: Iterable[Piece], after: int | None = None) -> list[int]:
+        """Return the ids of `pieces`. The id of image i is -(i + 1)."""
+        images = _current.get()
+        if images is None or not images.numbers:
+            return super().encode(pieces, after)
+        ids: list[int] = []
+        before_image: list[Piece] = []
+        for piece in pieces:
+            texts: list[Piece] = [piece] if isinstance(piece, Control) else [*images.split(piece)]
+            for part in texts:
+                number = images.numbers.get(part) if isinstance(part, str) else None
+                if number is None:
+                    before_image.append(part)
+                    continue
+                before_image.append(VISION_START)
+                ids += super().encode(before_image, ids[-1] if ids else after)
+                before_image = [VISION_END]
+                is_bound = counts_tokens()
+                ids += [0] * images.chunks[number].length if is_bound else [-number - 1]
+        return ids + super().encode(before_image, ids[-1] if ids else after)
+
+
+@dataclass(frozen=True)
+class VisionRenderer(Renderer):
+    """A renderer whose messages of users, systems and tools may contain images.
+
+    A part of a message's content is {"type": "image", "image": ...}, with the bytes of a PNG or JPEG
+    file, a PIL image, an ImageChunk or a data URL.
+    """
+
+    image_processor: ImageProcessor | None = field(default=None, repr=False, compare=False)
+    """The model's image processor, which gives the number of an image's tokens. None: conversations
+    with images are rejected.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        codec = _VisionCodec(self.tokenizer)
+        codec.require((VISION_START.text, VISION_END.text), self.name)
+        object.__setattr__(self, "codec", codec)
+
+    def build_generation_prompt(
+        self, messages: Messages, role: str = "assistant", prefill: str | None = None
+    ) -> ModelInput:
+        """Return the prompt for the next message (see `Renderer.build_generation_prompt`)."""
+        with self._marked(messages) as marked:
+            return _with_images(super().build_generation_prompt(marked, role, prefill), marked)
+
+    def build_continued_prompt(self, messages: Messages) -> ModelInput:
+        """Return the prompt whose last message the model continues."""
+        with self._marked(messages) as marked:
+            return _with_images(super().build_continued_prompt(marked), marked)
+
+    def build_continuation(
+        self, messages: Messages, answer: int, sampled: Sequence[int]
+    ) -> list[int] | None:
+        """Return the tokens between an answer and the end of the next prompt.
+
+        The result is also None if there is an image after the answer.
+        """
+        with self._marked(messages) as marked:
+            ids = super().build_continuation(marked, answer, sampled)
+        return None if ids is not None and min(ids, default=0) < 0 else ids
+
+    def build_supervised_example(
+        self,
+        messages: Messages,
+        train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE,
+    ) -> tuple[ModelInput, torch.Tensor]:
+        """Return the tokens and their weights. The weights of images are 0."""
+        with self._marked(messages) as marked:
+            model_input, weights = super().build_supervised_example(marked, train_on_what)
+            return (
+                _with_images(model_input, marked),
+                _with_image_weights(model_input, weights),
+            )
+
+    def build_supervised_examples(
+        self,
+        messages: Messages,
+        train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE,
+    ) -> list[tuple[ModelInput, torch.Tensor]]:
+        """Return examples in which each trained answer follows the prompt of sampling."""
+        with self._marked(messages) as marked:
+            return super().build_supervised_examples(marked, train_on_what)
+
+    def check_supervised_examples(
+        self,
+        messages: Messages,
+        train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE,
+    ) -> None:
+        """Check the form of the messages without tokenising them."""
+        with self._marked(messages) as marked:
+            super().check_supervised_examples(marked, train_on_what)
+
+    @contextmanager
+    def _marked(self, messages: Messages) -> Iterator[Messages]:
+        """Replace images by marks, which the codec knows within the block."""
+        images = _current.get() or _Images()
+        token = _current.set(images)
+        try:
+            yield self._with_marks(messages, images)
+        finally:
+            _current.reset(token)
+
+    def _with_marks(self, messages: Messages, images: _Images) -> Messages:
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+            return messages  # The renderer rejects them.
+        return [
+            self._message_with_marks(message, f"messages[{index}]", images)
+            for index, message in enumerate(messages)
+        ]
+
+    def _message_with_marks(self, message: Any, where: str, images: _Images) -> Any:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, Sequence) or isinstance(content, str):
+            return message
+        parts: list[Any] = []
+        for number, part in enumerate(content):
+            if not isinstance(part, Mapping) or part.get("type") != "image":
+                parts.append(part)
+                continue
+            place = f"{where}, content[{number}]"
+            if message.get("role") == "assistant":
+                raise UserError(f"{place} is an image of the assistant, which no model writes")
+            if unknown := sorted(part.keys() - {"type", "image"}):
+                raise UserError(f"{place} has the unknown key {unknown[0]!r}; remove it")
+            chunk = self._counted(image_chunk(part.get("image"), place), place)
+            parts.append({"type": "text", "text": images.add(chunk)})
+        return {**message, "content": parts}
+
+    def _counted(self, chunk: ImageChunk, where: str) -> ImageChunk:
+        """Return an image with its number of tokens."""
+        if self.image_processor is None:
+            raise UserError(
+                f"{where} is an image, and the directory of the tokenizer has no "
+                "preprocessor_config.json; copy it from the model"
+            )
+        rows, columns = self.image_processor.grid(decode_image(chunk, where).size, where)
+        return replace(chunk, expected_tokens=rows * columns)
+
+
+def image_processor_of(tokenizer: ModelTokenizer) -> ImageProcessor | None:
+    """Return the image processor in the directory of a tokenizer, if its model has images."""
+    directory = Path(str(getattr(tokenizer, "name_or_path", "")))
+    vocabulary = getattr(tokenizer, "added_tokens_encoder", {})
+    if VISION_START.text not in vocabulary or not has_image_processor(directory):
+        return None
+    return ImageProcessor(directory)
+
+
+def _with_images(model_input: ModelInput, marked: Messages) -> ModelInput:
+    """Return a model input with image chunks in the place of negative ids.
+
+    `marked`: the messages with marks. Raises UserError if the chat format has not written each
+    image once.
+    """
+    images = _current.get()
+    if images is None or not images.chunks or counts_tokens():
+        return model_input
+    written = sorted(token for token in model_input.to_ints() if token < 0)
+    texts = [part["text"] for message in marked for part in _text_parts(message)]
+    given = sorted(-images.numbers[text] - 1 for text in texts if text in images.numbers)
+    if written != given:
+        raise UserError(
+            f"the chat template wrote {len(written)} of {len(given)} images; use another renderer"
+        )
+    chunks: list[ModelInputChunk] = []
+    text: list[int] = []
+    for token in model_input.to_ints():
+        if token >= 0:
+            text.append(token)
+            continue
+        chunks += [EncodedTextChunk(text), images.chunks[-token - 1]]
+        text = []
+    return ModelInput([*chunks, EncodedTextChunk(text)])
+
+
+def _text_parts(message: Mapping[str, Any]) -> list[Any]:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    return [part for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+
+
+def _with_image_weights(model_input: ModelInput, weights: torch.Tensor) -> torch.Tensor:
+    """Return one weight for each token, with 0 for those of images."""
+    images = _current.get()
+    if images is None or not images.chunks:
+        return weights
+    tokens = torch.tensor(model_input.to_ints())
+    counts = [1 if token >= 0 else images.chunks[-token - 1].length for token in tokens.tolist()]
+    return (weights * (tokens >= 0)).repeat_interleave(torch.tensor(counts))
