@@ -105,7 +105,8 @@ def test_a_constraint_that_takes_too_much_fails_its_requests_only(served):
             assert "guided_json of kind json_schema cannot be used: it needs more than 16" in first
         assert "is refused for 10 min" in answered(numbers[0])
         # Another tenant neither knows nor suffers.
-        assert int(other.completions.create(**multiples_of(3)).choices[0].text)
+        choice = other.completions.create(**multiples_of(3)).choices[0]
+        assert choice.finish_reason == "length" or int(choice.text) % 3 == 0
         with pytest.raises(openai.BadRequestError, match="cannot be used"):
             other.completions.create(**multiples_of(numbers[0]))
 
