@@ -198,8 +198,10 @@ def kernel_shapes(config: ModelConfig) -> dict[str, int]:
         "num_kv_heads",
         "vocab_size",
         "qk_norm",
+        "attention_sinks",
     )
-    return {name: int(getattr(config, name)) for name in names}
+    sizes = {name: int(getattr(config, name)) for name in names}
+    return sizes | {"windows": int(any(config.windows))}
 
 
 def _cpu_multiplies_bfloat16() -> bool:

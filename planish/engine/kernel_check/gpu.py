@@ -46,6 +46,8 @@ are also checked at the full size.
 _MULTI_BLOCK_VOCAB_SIZE = 9001
 """A vocabulary size that the sampling kernel reads in more than one block."""
 
+_CHECKED_WINDOW = 112
+"""The maximum attention window of the model under check, a multiple of 16 like those of models."""
 _TRAINED = {"norms", "rope", "swiglu", "tree attention"}
 """The families with kernels in training."""
 _SAMPLED = {"norms", "rope", "sampling", "attention", "lora"}
@@ -94,17 +96,22 @@ def main() -> None:
 
 
 def checked_config(config: ModelConfig) -> ModelConfig:
-    """Return the config with one layer, and without recurrences and experts, which have no kernel."""
+    """Return the config of the model under check: without recurrences and experts, which have no
+    kernel, and with one layer for each kind of window.
+    """
+    # Longer windows would hide no key of the check's sequences. The kernels get the window as an
+    # argument, so they are not compiled for its size.
+    windows = tuple(dict.fromkeys(size and min(size, _CHECKED_WINDOW) for size in config.windows))
     vocab_size = config.vocab_size
     if vocab_size > _MAX_VOCAB_SIZE:
         # The remainder decides which loads and stores are masked.
         vocab_size = _MAX_VOCAB_SIZE + vocab_size % 128
     return replace(
         config,
-        num_layers=1,
+        num_layers=max(1, len(windows)),
         vocab_size=vocab_size,
         eos_token_ids=(),
-        windows=config.windows[:1],
+        windows=windows,
         layers_without_rope=(),
         num_experts=0,
         experts_per_token=0,

@@ -80,7 +80,9 @@ class CudaGraphRunner:
         self._decoder = decoder
         self._batch_sizes = graph_sizes(max_batch)
         self._pool_bases = PoolBases(kv_spec, config.max_context)
-        self._attention = DecodeTables(self._pool_bases, self._batch_sizes[-1], config.num_heads)
+        self._attention = DecodeTables(
+            self._pool_bases, self._batch_sizes[-1], config.num_heads, config.windows
+        )
         self._adapters = AdapterTables(
             config, decoder.dtype, device, self._batch_sizes[-1], max_batch
         )
@@ -120,7 +122,8 @@ class CudaGraphRunner:
             return self._decode(rows, plan.slots, adapters)
         self._prefill_adapters.fill(adapters)
         adapter_batch = self._prefill_adapters if adapters else self._no_adapters
-        attention = GpuPrefill(plan.slots, self._pool_bases, self._decoder.config.num_heads)
+        config = self._decoder.config
+        attention = GpuPrefill(plan.slots, self._pool_bases, config.num_heads, config.windows)
         # Prompts with images have three positions for each row.
         positions_on_device = rows[1:] if len(positions) > 1 else rows[1]
         return StepOutput(

@@ -140,7 +140,7 @@ FAULTS = [
     ("tree attention", "tree", "(j[None, :] <= i[:, None])", "(j[None, :] < i[:, None] + 2)"),
     ("tree attention", "tree", "- delta[:, None])", ")"),
     ("tree attention", "tree", "(i[None, :] < ends[:, None])", "(i[None, :] < rows)"),
-    ("tree attention", "tree", "sum_v += dot(weights.to(grads.dtype), grads)", "sum_v = dot(weights.to(grads.dtype), grads)"),
+    ("tree attention", "tree", "sum_v += dot(rounded(weights, grads.dtype), grads)", "sum_v = dot(rounded(weights, grads.dtype), grads)"),
     ("lora", "lora", "for part in tl.static_range(PARTS)", "for part in tl.static_range(1)"),
     ("lora", "lora", "low + linear * rank", "low"),
     ("lora", "lora", "has_row = index < tl.load(tile + 1)", "has_row = index < tl.load(tile + 1) - 1"),
@@ -159,6 +159,48 @@ def test_the_check_detects_wrong_kernels(directory, tmp_path, monkeypatch, fault
     module = f"planish.model.kernels.triton.{name}_kernels"
     change(module, right, wrong, tmp_path, monkeypatch)
     assert error_of(family, directory)
+
+
+@pytest.fixture(scope="module")
+def windowed_directory(tmp_path_factory) -> Path:
+    """A model with attention sinks, and one layer with a window."""
+    return tiny_model(
+        tmp_path_factory.mktemp("model"), family="gpt_oss", layers=2, heads=4, kv_heads=2,
+        hidden_size=48, window=20,
+    )  # fmt: skip
+
+
+WINDOWED = replace(SMALL, prompt_lengths=(90, 3), max_sampled_tokens=9)
+
+
+@pytest.mark.parametrize("family", ["attention", "tree attention"])
+def test_correct_windows_and_sinks_pass_the_check(windowed_directory, family):
+    config = checked_config(ModelConfig.from_directory(windowed_directory))
+    assert config.attention_sinks
+    assert config.windows == (20, None)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert error_of(family, windowed_directory, dtype, WINDOWED) == ""
+
+
+WINDOW_FAULTS = [
+    ("attention", "decode", "n[None, :] >= hidden[:, None]", "n[None, :] > hidden[:, None]"),
+    ("attention", "decode", "first = tl.maximum(position + 1 - window, 0)", "first = tl.maximum(position + 3 - window, 0)"),
+    ("attention", "decode", "tl.load(sinks + head) * LOG2_E", "tl.load(sinks + head)"),
+    ("attention", "decode", "tl.load(sinks + head * G + m % G) * LOG2_E", "tl.load(sinks + head * G + m % G)"),
+    ("tree attention", "tree", "[None, :] > hidden[:, None]", "[None, :] >= hidden[:, None]"),
+    ("tree attention", "tree", "tl.load(sinks + own) * LOG2_E", "tl.load(sinks + own)"),
+    ("tree attention", "tree", "key_positions[:, None] > ", "key_positions[:, None] >= "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", range(len(WINDOW_FAULTS)))
+def test_the_check_detects_wrong_windows_and_sinks(
+    windowed_directory, tmp_path, monkeypatch, fault
+):
+    family, name, right, wrong = WINDOW_FAULTS[fault]
+    module = f"planish.model.kernels.triton.{name}_kernels"
+    change(module, right, wrong, tmp_path, monkeypatch)
+    assert error_of(family, windowed_directory, torch.float32, WINDOWED)
 
 
 def change(name: str, right: str, wrong: str, directory: Path, patch: pytest.MonkeyPatch) -> None:
@@ -276,19 +318,20 @@ def gpu(tmp_path, monkeypatch) -> Gpu:
 
 
 def test_only_families_that_support_the_model_are_checked(gpu, caplog):
-    config = replace(CONFIG, windows=(16,) * CONFIG.num_layers)
-    windows = supported_families(config, is_quantized=False)
-    assert windows == ("norms", "rope", "swiglu", "log_sum_exp", "sampling")
-    assert supported_families(config) == (*windows, "quantized")
-    assert supported_families(replace(CONFIG, attention_sinks=True)) == (*windows, "quantized")
+    config = replace(CONFIG, score_cap=50.0)
+    capped = supported_families(config, is_quantized=False)
+    assert capped == ("norms", "rope", "swiglu", "log_sum_exp", "sampling")
+    assert supported_families(config) == (*capped, "quantized")
+    config = replace(CONFIG, attention_sinks=True, windows=(16,) * CONFIG.num_layers)
+    assert supported_families(config) == FAMILIES
     gpu.fails = {"graphs": "wrong result: x"}
-    assert gpu.passed(families=windows) == set(windows)
-    assert gpu.asked[-1].families == list(windows)
+    assert gpu.passed(families=capped) == set(capped)
+    assert gpu.asked[-1].families == list(capped)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     # Another model of the same shapes needs the other families, and the first one's are known.
     assert gpu.passed() == set(FAMILIES) - {"graphs"}
-    assert set(gpu.asked[-1].families) == set(FAMILIES) - set(windows)
-    assert gpu.passed(families=windows) == set(windows)
+    assert set(gpu.asked[-1].families) == set(FAMILIES) - set(capped)
+    assert gpu.passed(families=capped) == set(capped)
     assert len(gpu.asked) == 2
 
 

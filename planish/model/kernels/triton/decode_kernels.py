@@ -12,6 +12,10 @@ rows of several samples of that prompt. For each of its rows, a piece writes one
 score, the sum of weights and the weighted sum of values, in float32. A second kernel combines the
 parts of a row in the order of positions. All query heads of a key head are rows of one matmul.
 
+Layers with an attention window have tables of their own. Their pieces begin at the first position
+that one of their rows attends to. A row may attend to none of the keys of a piece; the max score of
+its part is then -inf. An attention sink is the first term of a row's sum of weights.
+
 Scores are scaled for exp2, which GPUs compute directly. Weights are rounded to the values' dtype
 before they multiply the values; sums are float32.
 
@@ -55,8 +59,9 @@ Row = _record("pool", "slot", "capacity", "position", "part", "parts")
 
 A row with capacity 0 stores nothing.
 """
-Entry = _record("row", "part")
-"""One row of a piece: its batch row, and the index of that row's first part.
+Entry = _record("row", "part", "first")
+"""One row of a piece: its batch row, the index of that row's first part, and the first position of
+its prompt's slot that the row attends to.
 
 The parts of a batch row are consecutive.
 """
@@ -75,6 +80,7 @@ Block = _record("pool", "slot", "capacity", "position", "row", "rows")
 _ROW, _ENTRY, _PIECE, _BLOCK = (
     tl.constexpr(len(record.fields or ())) for record in (Row, Entry, Piece, Block)
 )
+LOG2_E = tl.constexpr(math.log2(math.e))
 _WIDE_ROWS = 32
 """The number of rows of a matmul for a prompt's piece.
 
@@ -136,17 +142,19 @@ def _slot(bases, record, head, dtype: tl.constexpr, H: tl.constexpr, E: tl.const
 
 @triton.jit
 def _attend(
-    q, row_max, weights, sums, keys, values, first, stop, visible,
+    q, row_max, weights, sums, keys, values, first, stop, hidden, visible,
     SCALE: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Add the keys first .. stop - 1 to the online softmax of M rows and return its new state.
 
     The state is the max `row_max` [M], the sum of weights `weights` [M] and the weighted sum of
     values `sums` [M, BLOCK_E].
 
-    MASKED: each row attends only to the keys before its `visible` [M]. Every row must attend to at
-    least one key of the first block. Without MASKED, all rows attend to all keys, and stop - first
-    is a multiple of BLOCK_N.
+    MASKED: each row attends only to the keys before its `visible` [M]. Without MASKED, all rows
+    attend to all keys, and stop - first is a multiple of BLOCK_N. WINDOWED, together with MASKED:
+    each row attends only to the keys from its `hidden` [M] on. Without WINDOWED, every row must
+    attend to at least one key of the first block.
     """
     e = tl.arange(0, BLOCK_E)
     for block in range(bound(tl.cdiv(stop - first, BLOCK_N))):
@@ -165,9 +173,14 @@ def _attend(
         scores = dot(q, tl.trans(key)) * SCALE
         if MASKED:
             scores = tl.where(n[None, :] < visible[:, None], scores, float("-inf"))
+        if WINDOWED:
+            scores = tl.where(n[None, :] >= hidden[:, None], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
-        shrunk = tl.exp2(row_max - new_max)
-        found = tl.exp2(scores - new_max[:, None])
+        shift = new_max
+        if WINDOWED:  # A row may attend to no key of the blocks so far.
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        shrunk = tl.exp2(row_max - shift)
+        found = tl.exp2(scores - shift[:, None])
         weights = weights * shrunk + tl.sum(found, 1)
         sums = sums * shrunk[:, None] + dot(rounded(found, value.dtype), value)
         row_max = new_max
@@ -178,9 +191,11 @@ def _attend(
 def _piece(
     index, head, q, pieces, entries, bases, values, stats,
     SCALE: tl.constexpr, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Compute one piece for one key head.
+
+    WINDOWED: the rows attend to the positions from the `first` of their entries on.
 
     The matmul has BLOCK_M rows: the query heads of the piece's entries, and padding.
     """
@@ -196,11 +211,12 @@ def _piece(
     ) + heads
     mask = real[:, None] & (e < E)[None, :]
     query = tl.load(q + row[:, None] * E + e[None, :], mask=mask, other=0.0)
+    hidden = tl.load(places + 2, mask=real, other=0) if WINDOWED else tl.zeros((BLOCK_M,), tl.int32)
     key_base, value_base = _slot(bases, record, head, q.dtype.element_ty, H, E)
     row_max, weights, sums = _attend(
         query, tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32),
         tl.zeros((BLOCK_M, BLOCK_E), tl.float32), key_base, value_base, first, stop,
-        tl.zeros((BLOCK_M,), tl.int32) + stop, SCALE, E, BLOCK_E, BLOCK_N, True,
+        hidden, tl.zeros((BLOCK_M,), tl.int32) + stop, SCALE, E, BLOCK_E, BLOCK_N, True, WINDOWED,
     )  # fmt: skip
     tl.store(values + part[:, None] * E + e[None, :], sums, mask=mask)
     tl.store(stats + part * 2, row_max, mask=real)
@@ -212,10 +228,13 @@ def _pieces_kernel(
     q, counts, pieces, entries, bases, values, stats,
     SCALE: tl.constexpr, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
     WIDE_M: tl.constexpr, NARROW_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Compute all pieces, which the programs divide among themselves.
 
     `counts`: the number of pieces of prompts, which come first, and the number of all pieces.
+    WINDOWED: the layer has an attention window. A sample's piece has one row, so its range is the
+    row's window.
     """
     program, step = tl.program_id(0), tl.num_programs(0)
     wide, every = tl.load(counts) * H, tl.load(counts + 1) * H
@@ -226,6 +245,7 @@ def _pieces_kernel(
             _piece(
                 work // H, work % H, q, pieces, entries, bases, values, stats,
                 SCALE, H, G, E, WIDE_M if kind == 0 else NARROW_M, BLOCK_N, BLOCK_E,
+                WINDOWED if kind == 0 else False,
             )  # fmt: skip
         # The pieces of prompts may not divide evenly among the programs. The programs that computed
         # one piece less get the first of the remaining pieces.
@@ -234,12 +254,15 @@ def _pieces_kernel(
 
 @triton.jit
 def _combine_kernel(
-    out, rows, values, stats, E: tl.constexpr, BLOCK_E: tl.constexpr, PARTS: tl.constexpr
+    out, rows, values, stats, sinks, E: tl.constexpr, BLOCK_E: tl.constexpr, PARTS: tl.constexpr
 ):
+    """Combine the parts of one row and query head. `sinks`: float32 [H * G], or None."""
     row, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     first, parts = tl.load(rows + row * _ROW + 4), tl.load(rows + row * _ROW + 5)
     e = tl.arange(0, BLOCK_E)
     row_max, weights = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
+    if sinks is not None:
+        row_max, weights = tl.load(sinks + head) * LOG2_E, tl.full((), 1.0, tl.float32)
     sums = tl.zeros((BLOCK_E,), tl.float32)
     for block in range(bound(tl.cdiv(parts, PARTS))):
         number = block * PARTS + tl.arange(0, PARTS)
@@ -247,8 +270,10 @@ def _combine_kernel(
         part = (first + number).to(tl.int64) * heads + head
         part_maxima = tl.load(stats + part * 2, mask=real, other=float("-inf"))
         new_max = tl.maximum(row_max, tl.max(part_maxima, 0))
-        factors = tl.exp2(part_maxima - new_max)
-        shrunk = tl.exp2(row_max - new_max)
+        # With a window, the row may attend to no key of the parts so far.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        factors = tl.exp2(part_maxima - shift)
+        shrunk = tl.exp2(row_max - shift)
         mask = real[:, None] & (e < E)[None, :]
         found = tl.load(values + part[:, None] * E + e[None, :], mask=mask, other=0.0)
         weights = weights * shrunk + tl.sum(
@@ -264,10 +289,14 @@ def _combine_kernel(
 
 @triton.jit
 def _prefill_kernel(
-    q, out, blocks, bases,
+    q, out, blocks, bases, sinks, window,
     SCALE: tl.constexpr, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
+    """Compute one block for one key head. `sinks`: float32 [H * G], or None.
+
+    WINDOWED: each row attends to the last `window` positions up to its own.
+    """
     record, head = blocks + tl.program_id(0) * _BLOCK, tl.program_id(1)
     position, rows = tl.load(record + 3), tl.load(record + 5)
     m, e = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
@@ -280,27 +309,21 @@ def _prefill_kernel(
         tl.full((BLOCK_M,), float("-inf"), tl.float32),
         tl.zeros((BLOCK_M,), tl.float32),
     )
+    if sinks is not None:
+        row_max = tl.load(sinks + head * G + m % G) * LOG2_E
+        weights = tl.full((BLOCK_M,), 1.0, tl.float32)
     sums = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     visible = position + 1 + tl.minimum(m // G, rows - 1)
-    seen_by_all = (position + 1) // BLOCK_N * BLOCK_N
+    hidden = tl.maximum(visible - window, 0)
+    first = tl.maximum(position + 1 - window, 0)
+    if not WINDOWED:
+        first = (position + 1) // BLOCK_N * BLOCK_N
+        row_max, weights, sums = _attend(
+            query, row_max, weights, sums, keys, values, 0, first, hidden, visible, SCALE, E, BLOCK_E, BLOCK_N, False, False
+        )  # fmt: skip
     row_max, weights, sums = _attend(
-        query,
-        row_max,
-        weights,
-        sums,
-        keys,
-        values,
-        0,
-        seen_by_all,
-        visible,
-        SCALE,
-        E,
-        BLOCK_E,
-        BLOCK_N,
-        False,
-    )
-    row_max, weights, sums = _attend(
-        query, row_max, weights, sums, keys, values, seen_by_all, position + rows, visible, SCALE, E, BLOCK_E, BLOCK_N, True
+        query, row_max, weights, sums, keys, values, first, position + rows, hidden, visible, SCALE, E, BLOCK_E, BLOCK_N, True,
+        WINDOWED,
     )  # fmt: skip
     tl.store(out + places, rounded(sums / weights[:, None], out.dtype.element_ty), mask=mask)
 
@@ -418,7 +441,12 @@ def keep(heads: Heads, rows: Tensor, bases: Tensor, k: Tensor, v: Tensor) -> Non
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """The tables of a decoding step, and scratch memory for the parts of its rows."""
+    """The tables of a decoding step for the layers with one window, and scratch memory for the
+    parts of its rows.
+    """
+
+    window: int | None
+    """The attention window of the layers. None: their rows attend to all positions."""
 
     counts: Tensor
     rows: Tensor
@@ -430,28 +458,46 @@ class DecodeWork:
     """float32 [parts, H * G, 2]: max score and sum of weights."""
 
 
-def decode(heads: Heads, work: DecodeWork, bases: Tensor, q: Tensor, programs: int) -> Tensor:
+def decode(
+    heads: Heads,
+    work: DecodeWork,
+    bases: Tensor,
+    q: Tensor,
+    programs: int,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Return the attention output of the rows q: [T, H * G, E].
 
     `q`: [T, H * G, E], where T is at most the number of records in `work.rows`. `programs`: the
-    number of programs that share the pieces.
+    number of programs that share the pieces. `sinks`: float32 [H * G] (see `Attend`).
     """
     q, out = q.contiguous(), torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts = (work.values, work.stats)
     _pieces_kernel[(programs,)](
-        q, work.counts, work.pieces, work.entries, bases, *parts, **heads.decode_options
-    )
+        q, work.counts, work.pieces, work.entries, bases, *parts, **heads.decode_options,
+        WINDOWED=work.window is not None,
+    )  # fmt: skip
     shape = {"E": heads.size, "BLOCK_E": heads.block_e, "PARTS": _PARTS}
-    _combine_kernel[(len(q), q.shape[1])](out, work.rows, *parts, **shape, num_warps=2)
+    _combine_kernel[(len(q), q.shape[1])](out, work.rows, *parts, sinks, **shape, num_warps=2)
     return out
 
 
-def prefill(heads: Heads, blocks: Tensor, bases: Tensor, q: Tensor) -> Tensor:
+def prefill(
+    heads: Heads,
+    blocks: Tensor,
+    bases: Tensor,
+    q: Tensor,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Return the causal attention output of the rows in `blocks`: [T, H * G, E].
 
-    Each row of q [T, H * G, E] attends to the positions of its slot up to its own. The output of
-    rows that are not in `blocks` is 0.
+    Each row of q [T, H * G, E] attends to the positions of its slot up to its own, or to the last
+    `window` of them. The output of rows that are not in `blocks` is 0. `sinks`: float32 [H * G].
     """
     q, out = q.contiguous(), torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    _prefill_kernel[(len(blocks), heads.keys)](q, out, blocks, bases, **heads.prefill_options)
+    _prefill_kernel[(len(blocks), heads.keys)](
+        q, out, blocks, bases, sinks, window or 0, **heads.prefill_options,
+        WINDOWED=window is not None,
+    )  # fmt: skip
     return out

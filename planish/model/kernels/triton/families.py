@@ -46,8 +46,7 @@ def supported_families(config: ModelConfig, *, is_quantized: bool = True) -> tup
     """
     excluded: tuple[str, ...] = ()
     has_head_size = config.head_dim % 16 == 0 and config.head_dim <= 256
-    is_plain = not (any(config.windows) or config.attention_sinks or config.score_cap)
-    if not has_head_size or not is_plain:
+    if not has_head_size or config.score_cap:
         excluded = _OF_HEADS
     elif config.hf is not None:
         # A CUDA graph cannot contain modelling code that waits for the GPU.

@@ -11,7 +11,8 @@ The kept tokens are exactly those of the reference implementation. Masses are in
 Shapes: N rows, V vocabulary.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
 # Static types do not describe Triton kernels: launches take additional options, and plain numbers
 # for tl.constexpr parameters.
 

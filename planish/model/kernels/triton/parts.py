@@ -1,8 +1,8 @@
 """The parts of a backend that compute with Triton kernels.
 
 torch computes the matmuls with frozen weights, except those of few rows with quantized weights. It
-also computes what the kernels do not support: unusual head sizes, attention windows and sinks,
-gated delta nets, GeGLU, experts, and families that failed their self-test. In deterministic mode
+also computes what the kernels do not support: unusual head sizes, limits of scores, gated
+delta nets, GeGLU, experts, and families that failed their self-test. In deterministic mode
 torch computes all matmuls, attention and LoRA, because the order of additions of these kernels
 depends on the batch.
 
@@ -126,13 +126,14 @@ class TritonAttention:
         """Return the attention of a micro-batch of the trainer, with gradients."""
         if not self._has_tree:
             return self._fallback.tree_attention(micro_batch)
-        return TritonTreeAttention(micro_batch, self._device)
+        return TritonTreeAttention(micro_batch, self._device, self._config.windows)
 
     def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
         """Return the causal attention of prompt rows, which stores their keys and values."""
         if not self._has_sampling or not spans:
             return self._fallback.prefill_attention(spans)
-        return GpuPrefill(spans, self._pool_bases, self._config.num_heads)
+        config = self._config
+        return GpuPrefill(spans, self._pool_bases, config.num_heads, config.windows)
 
     def decode_attention(
         self,
@@ -150,7 +151,10 @@ class TritonAttention:
         num_rows = max(row + counts.get(sample, 1) for sample, row in first_rows.items()) + ROWS
         if self._decode_tables is None or self._decode_tables.max_rows < num_rows:
             max_rows = max(_MIN_DECODE_ROWS, 1 << (num_rows - 1).bit_length())
-            self._decode_tables = DecodeTables(self._pool_bases, max_rows, self._config.num_heads)
+            config = self._config
+            self._decode_tables = DecodeTables(
+                self._pool_bases, max_rows, config.num_heads, config.windows
+            )
         self._decode_tables.fill(*given)
         return self._decode_tables
 

@@ -115,9 +115,19 @@ class GpuPrefill:
     positions up to its own.
     """
 
-    def __init__(self, spans: Sequence[PrefillSpan], bases: PoolBases, q_heads: int) -> None:
-        """`spans`: the rows of each prompt. `q_heads`: the number of query heads Hq."""
+    def __init__(
+        self,
+        spans: Sequence[PrefillSpan],
+        bases: PoolBases,
+        q_heads: int,
+        windows: Sequence[int | None] = (),
+    ) -> None:
+        """`spans`: the rows of each prompt. `q_heads`: the number of query heads Hq.
+
+        `windows`: the attention window of each layer (see `ModelConfig.windows`).
+        """
         kernels = _kernels()
+        self._windows = windows
         self._bases, self._heads = bases, _heads(bases.shape, q_heads)
         numbers = bases.numbers([span.pool for span in spans])
         size = self._heads.block_rows
@@ -151,10 +161,10 @@ class GpuPrefill:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """Return the attention output [T, Hq, E]; 0 for padding rows (see `Attend`)."""
-        assert sinks is None, "the kernels have no attention sinks"
         kernels, on_device, bases = _kernels(), self._tables.on_device, self._bases.table[layer]
+        window = self._windows[layer] if self._windows else None
         kernels.keep(self._heads, on_device["rows"], bases, k, v)
-        return kernels.prefill(self._heads, on_device["blocks"], bases, q)
+        return kernels.prefill(self._heads, on_device["blocks"], bases, q, window, sinks)
 
 
 class DecodeTables:
@@ -164,12 +174,21 @@ class DecodeTables:
 
     For a given number of rows, every call launches the same kernels with the same addresses. So a
     call can be captured in a CUDA graph.
+
+    All layers with the same attention window share their tables.
     """
 
-    def __init__(self, bases: PoolBases, max_rows: int, q_heads: int) -> None:
+    def __init__(
+        self,
+        bases: PoolBases,
+        max_rows: int,
+        q_heads: int,
+        windows: Sequence[int | None] = (),
+    ) -> None:
         """`max_rows`: the maximum number of rows of a batch, including rows without a sample.
 
-        `q_heads`: the number of query heads Hq.
+        `q_heads`: the number of query heads Hq. `windows`: the attention window of each layer (see
+        `ModelConfig.windows`).
         """
         kernels, shape, device = _kernels(), bases.shape, bases.shape.device
         self.max_rows = max_rows
@@ -183,18 +202,29 @@ class DecodeTables:
             2 * max_rows + self._max_additional_pieces,
             2 * max_rows + self._heads.lane * self._max_additional_pieces,
         )
+        self._windows = tuple(windows) or (None,) * shape.num_layers
+        kinds = {
+            "counts": (np.dtype(np.int32), 2),
+            "rows": (kernels.Row, max_rows),
+            "entries": (kernels.Entry, max_rows),
+            "pieces": (kernels.Piece, pieces),
+        }
+        distinct = tuple(dict.fromkeys(self._windows))
         self._tables = _Tables(
             device,
-            counts=(np.dtype(np.int32), 2),
-            rows=(kernels.Row, max_rows),
-            entries=(kernels.Entry, max_rows),
-            pieces=(kernels.Piece, pieces),
+            **{f"{kind}{i}": of for i in range(len(distinct)) for kind, of in kinds.items()},
         )
-        self._work = kernels.DecodeWork(
-            **self._tables.on_device,
-            values=torch.empty(parts, q_heads, shape.head_dim, device=device),
-            stats=torch.empty(parts, q_heads, 2, device=device),
-        )
+        values = torch.empty(parts, q_heads, shape.head_dim, device=device)
+        stats = torch.empty(parts, q_heads, 2, device=device)
+        self._work = {
+            window: kernels.DecodeWork(
+                window,
+                **{kind: self._tables.on_device[f"{kind}{i}"] for kind in kinds},
+                values=values,
+                stats=stats,
+            )
+            for i, window in enumerate(distinct)
+        }
 
     def fill(
         self,
@@ -208,42 +238,63 @@ class DecodeTables:
         `first_rows`, `row_counts`: see `Backend.decode_attention`.
         """
         step = _Step.of(first_rows, prompt_pools, sample_pools, self._bases, row_counts or {})
+        for i, window in enumerate(self._work):
+            self._fill(step, window, str(i))
+        self._tables.send()
+
+    def _fill(self, step: _Step, window: int | None, suffix: str) -> None:
+        """Write the tables of the layers with this window. `suffix`: of the names of the tables."""
         count = len(step.row)
         group_starts = np.flatnonzero(step.rank % self._heads.lane == 0)
+        group_sizes = np.diff(group_starts, append=count)
+        shared_first, own_first = step.first_visible(window)
+        group_first = np.minimum.reduceat(shared_first, group_starts) if count else shared_first
         prompt_slots = step.shared.select(group_starts)
-        length = self._piece_length(int(prompt_slots.count.sum() + step.own.count.sum()))
-        prompt_parts = _num_pieces(step.shared.count, length)
-        parts = prompt_parts + _num_pieces(step.own.count, length)
+        prompt_visible = prompt_slots.count - group_first
+        own_visible = step.own.count - own_first
+        length = self._piece_length(int(prompt_visible.sum() + own_visible.sum()))
+        prompt_parts = np.repeat(_num_pieces(prompt_visible, length), group_sizes)
+        parts = prompt_parts + _num_pieces(own_visible, length)
         first = np.cumsum(parts) - parts
-        prompt_end = self._cut(
+        pieces = self._tables[f"pieces{suffix}"]
+        prompt_end = _cut(
+            pieces,
             0,
             prompt_slots,
+            group_first,
             length,
             entry=group_starts,
-            entries=np.diff(group_starts, append=count),
+            entries=group_sizes,
             number=0,
         )
-        end = self._cut(
-            prompt_end, step.own, length, entry=np.arange(count), entries=1, number=prompt_parts
+        end = _cut(
+            pieces,
+            prompt_end,
+            step.own,
+            own_first,
+            length,
+            entry=np.arange(count),
+            entries=1,
+            number=prompt_parts,
         )
-        self._tables["counts"][:] = prompt_end, end
-        entries, records = self._tables["entries"], self._tables["rows"]
+        self._tables[f"counts{suffix}"][:] = prompt_end, end
+        entries, records = self._tables[f"entries{suffix}"], self._tables[f"rows{suffix}"]
         entries["row"][:count], entries["part"][:count] = step.row, first
+        entries["first"][:count] = shared_first
         records.fill(0)
         step.own.write_to(records, step.row)
         records["position"][step.row] = step.own.count - 1
         records["part"][step.row], records["parts"][step.row] = first, parts
-        self._tables.send()
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """Return the attention output [T, Hq, E] (see `Attend`)."""
-        assert sinks is None, "the kernels have no attention sinks"
         assert len(q) <= self.max_rows
         kernels, bases = _kernels(), self._bases.table[layer]
-        kernels.keep(self._heads, self._work.rows, bases, k, v)
-        return kernels.decode(self._heads, self._work, bases, q, self._programs)
+        work = self._work[self._windows[layer]]
+        kernels.keep(self._heads, work.rows, bases, k, v)
+        return kernels.decode(self._heads, work, bases, q, self._programs, sinks)
 
     def _piece_length(self, positions: int) -> int:
         """Return the maximum number of positions of a piece, a power of two.
@@ -253,28 +304,6 @@ class DecodeTables:
         `_max_additional_pieces` additional pieces.
         """
         return max(_MIN_PIECE_LENGTH, 1 << (positions // self._max_additional_pieces).bit_length())
-
-    def _cut(self, start: int, slots: _Slots, length: int, **of_slots: np.ndarray | int) -> int:
-        """Write the pieces of these slots from index `start` on, and return the end index.
-
-        A piece has at most `length` positions. `of_slots`: the fields `entry`, `entries` and
-        `number` of the pieces (see `Piece` in decode_kernels.py), each with one value per slot. The
-        first piece of a slot gets the given `number`, and each later piece gets the next number.
-        """
-        counts = _num_pieces(slots.count, length)
-        slot = np.repeat(np.arange(len(counts)), counts)
-        number = np.arange(len(slot)) - np.repeat(np.cumsum(counts) - counts, counts)
-        stop = start + len(slot)
-        pieces, slots = self._tables["pieces"][start:stop], slots.select(slot)
-        slots.write_to(pieces, slice(None))
-        pieces["first"], pieces["stop"] = (
-            number * length,
-            np.minimum(number * length + length, slots.count),
-        )
-        for name, values in of_slots.items():
-            pieces[name] = np.broadcast_to(values, len(counts))[slot]
-        pieces["number"] += number.astype(np.int32)
-        return stop
 
 
 @dataclass(frozen=True)
@@ -325,6 +354,18 @@ class _Step:
     """The slot of each row's prompt. `count` covers only the prompt's whole spans (see SPAN)."""
     own: _Slots
     """The slot of each row's sample. `count` ends with the row's own position."""
+
+    def first_visible(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first position of `shared` and of `own` that each row attends to.
+
+        A row attends to the last `window` positions of its sequence, which continues from `shared`
+        to `own`. None: to all positions.
+        """
+        if window is None:
+            return np.zeros_like(self.shared.count), np.zeros_like(self.own.count)
+        hidden = np.maximum(self.shared.count + self.own.count - window, 0)
+        shared = np.minimum(hidden, self.shared.count)
+        return shared, hidden - shared
 
     @classmethod
     def of(
@@ -412,6 +453,35 @@ def _send(numbers: np.ndarray, target: Tensor) -> None:
     The caller may overwrite `numbers` at once, because a pinned copy of it is sent.
     """
     target.copy_(pinned(torch.from_numpy(numbers), target.device), non_blocking=True)
+
+
+def _cut(
+    pieces: np.ndarray,
+    start: int,
+    slots: _Slots,
+    first: np.ndarray,
+    length: int,
+    **of_slots: np.ndarray | int,
+) -> int:
+    """Write the pieces of these slots to `pieces` from index `start` on, and return the end index.
+
+    The pieces of a slot begin at its position `first`. A piece has at most `length` positions.
+    `of_slots`: the fields `entry`, `entries` and `number` of the pieces (see `Piece` in
+    decode_kernels.py), each with one value per slot. The first piece of a slot gets the given
+    `number`, and each later piece gets the next number.
+    """
+    counts = _num_pieces(slots.count - first, length)
+    slot = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(slot)) - np.repeat(np.cumsum(counts) - counts, counts)
+    stop = start + len(slot)
+    written, slots = pieces[start:stop], slots.select(slot)
+    slots.write_to(written, slice(None))
+    begin = first[slot] + number * length
+    written["first"], written["stop"] = begin, np.minimum(begin + length, slots.count)
+    for name, values in of_slots.items():
+        written[name] = np.broadcast_to(values, len(counts))[slot]
+    written["number"] += number.astype(np.int32)
+    return stop
 
 
 def _num_pieces(counts: np.ndarray, length: int) -> np.ndarray:

@@ -1,6 +1,8 @@
 """Flash attention over a prefix forest in Triton.
 
-Query row i attends to key row j if and only if `j <= i < subtree_end[j]` (model/prefix_tree.py).
+Query row i attends to key row j if and only if `j <= i < subtree_end[j]` (model/prefix_tree.py). In
+a layer with an attention window, the positions of the two rows must also differ by less than the
+window.
 
 A query tile has M // G consecutive rows, with all G query heads of a key head. So a key or value is
 loaded once for all heads that use it. A tile spans few rows, and adjacent short segments share a
@@ -36,6 +38,7 @@ from planish.model.kernels.triton.common import (
     bound,
     dot,
     power_of_two,
+    rounded,
 )
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -105,6 +108,10 @@ class Table:
     """[n, 3]: (key tile, first place, number of places) of each gradient in the scratch memory."""
     places: int
     """The number of places in the scratch memory."""
+    positions: Tensor
+    """[T]: the position of each row in its sequences."""
+    window: int | None = None
+    """The attention window, or None."""
 
 
 def tiles_for(dtype: torch.dtype, head_dim: int, group: int, shared: int = HOPPER_SHARED) -> Tiles:
@@ -176,10 +183,13 @@ def _most_shared(tiles: Tiles, width: int, itemsize: int) -> int:
     return max(rows) * width * itemsize
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, table: Table) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, table: Table, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the output [T, Hq, E] and the log-sum-exp of the scaled scores, float32 [T, Hq].
 
-    `q`: [T, Hq, E]. `k`, `v`: [T, Hkv, E]. The output has the dtype of `q`.
+    `q`: [T, Hq, E]. `k`, `v`: [T, Hkv, E]. The output has the dtype of `q`. `sinks`: float32 [Hq]
+    (see `Attend`). The log-sum-exp includes them, so the backward pass needs no sinks.
     """
     q, k, v = _by_rows(q), _by_rows(k), _by_rows(v)
     out, lse = (
@@ -188,9 +198,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, table: Table) -> tuple[Tensor, Tenso
     )
     shape = _Shape.of(q, k)
     forward[(len(table.query_items), shape.heads)](
-        q, k, v, out, lse, table.subtree_end, table.query_items, table.lists,
-        q.stride(0), k.stride(0), v.stride(0), len(q), shape.factor,
-        **shape.constants, **table.tiles.forward.options,
+        q, k, v, out, lse, sinks, table.subtree_end, table.positions, table.query_items, table.lists,
+        q.stride(0), k.stride(0), v.stride(0), len(q), table.window or 0, shape.factor,
+        WINDOWED=table.window is not None, **shape.constants, **table.tiles.forward.options,
     )  # fmt: skip
     return out, lse
 
@@ -210,16 +220,16 @@ def attend_backward(
     delta = torch.empty_like(lse)
     strides = (grad.stride(0), q.stride(0), k.stride(0), v.stride(0))
     backward_queries[(len(table.query_items), shape.heads)](
-        grad, q, k, v, out, lse, delta, grad_q, table.subtree_end, table.query_items, table.lists,
-        *strides, len(q), shape.factor, shape.scale,
-        **shape.constants, **table.tiles.backward_queries.options,
+        grad, q, k, v, out, lse, delta, grad_q, table.subtree_end, table.positions, table.query_items,
+        table.lists, *strides, len(q), table.window or 0, shape.factor, shape.scale,
+        WINDOWED=table.window is not None, **shape.constants, **table.tiles.backward_queries.options,
     )  # fmt: skip
     cut = table.tiles.backward_keys
     parts = lse.new_empty((max(table.places, 1), shape.heads, 2, cut.keys, shape.width))
     backward_keys[(len(table.key_items), shape.heads)](
-        grad, q, k, v, lse, delta, grad_k, grad_v, parts, table.subtree_end, table.key_items,
-        *strides, len(q), shape.factor, shape.scale,
-        **shape.constants, **cut.options,
+        grad, q, k, v, lse, delta, grad_k, grad_v, parts, table.subtree_end, table.positions, table.key_items,
+        *strides, len(q), table.window or 0, shape.factor, shape.scale,
+        WINDOWED=table.window is not None, **shape.constants, **cut.options,
     )  # fmt: skip
     if len(table.sums):
         constants: dict[str, Any] = {"N": cut.keys, "ROWS": _SUM_ROWS, **shape.constants}
@@ -284,7 +294,7 @@ def _load(base, at, E: tl.constexpr, EP: tl.constexpr):
 @triton.jit
 def _store(base, at, x, there, E: tl.constexpr, EP: tl.constexpr):
     entry = tl.arange(0, EP)
-    x = x.to(base.dtype.element_ty)
+    x = rounded(x, base.dtype.element_ty)
     tl.store(base + at[:, None] + entry[None, :], x, mask=there[:, None] & (entry < E)[None, :])
 
 
@@ -305,8 +315,8 @@ def _queries(tile, rows, G: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def _meet(
-    tile, query, k, v, i, subtree_end, k_row, v_row, head, rows, factor,
-    MASKED: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
+    tile, query, k, v, i, subtree_end, positions, window, k_row, v_row, head, rows, factor,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Return the keys and values of a tile, and the scores of the queries of rows `i` [M].
 
@@ -324,16 +334,37 @@ def _meet(
         scores = tl.where(
             (j[None, :] <= i[:, None]) & (i[:, None] < ends[None, :]), scores, float("-inf")
         )
+        if WINDOWED:
+            hidden = tl.load(positions + i) - window
+            seen = tl.load(positions + near)[None, :] > hidden[:, None]
+            scores = tl.where(seen, scores, float("-inf"))
     return key, value, scores
 
 
 @triton.jit
 def _forward_step(
-    tile, best, total, acc, query, k, v, i, subtree_end, k_row, v_row, head, rows, factor,
-    MASKED: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
+    tile, best, total, acc, query, k, v, i, subtree_end, positions, window, k_row, v_row, head, rows, factor,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     _, value, scores = _meet(
-        tile, query, k, v, i, subtree_end, k_row, v_row, head, rows, factor, MASKED, E, EP, N
+        tile,
+        query,
+        k,
+        v,
+        i,
+        subtree_end,
+        positions,
+        window,
+        k_row,
+        v_row,
+        head,
+        rows,
+        factor,
+        MASKED,
+        WINDOWED,
+        E,
+        EP,
+        N,
     )
     found = tl.maximum(best, tl.max(scores, 1))
     shift = found
@@ -342,14 +373,15 @@ def _forward_step(
     weights = tl.exp2(scores - shift[:, None])
     fade = tl.exp2(best - shift)
     total = total * fade + tl.sum(weights, 1)
-    acc = acc * fade[:, None] + dot(weights.to(value.dtype), value)
+    acc = acc * fade[:, None] + dot(rounded(weights, value.dtype), value)
     return found, total, acc
 
 
 @triton.jit(do_not_specialize=["rows"])
 def forward(
-    q, k, v, out, lse, subtree_end, items, lists, q_row, k_row, v_row, rows, factor,
+    q, k, v, out, lse, sinks, subtree_end, positions, items, lists, q_row, k_row, v_row, rows, window, factor,
     HEADS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Compute the output and the log-sum-exp of one query tile for one key head."""
     item = items + tl.program_id(0) * 4
@@ -359,12 +391,14 @@ def forward(
     query = _load(q, i.to(tl.int64) * q_row + own * E, E, EP)
     best = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
+    if sinks is not None:
+        best, total = tl.load(sinks + own) * LOG2_E, tl.full([M], 1.0, tl.float32)
     acc = tl.zeros([M, EP], tl.float32)
     for part in tl.static_range(2):
         for n in range(bound(tl.load(item + 1 + part)), bound(tl.load(item + 2 + part))):
             best, total, acc = _forward_step(
-                tl.load(lists + n), best, total, acc, query, k, v, i, subtree_end, k_row, v_row, head, rows, factor,
-                part == 1, E, EP, N,
+                tl.load(lists + n), best, total, acc, query, k, v, i, subtree_end, positions, window, k_row, v_row, head, rows, factor,
+                part == 1, WINDOWED, E, EP, N,
             )  # fmt: skip
     at = i.to(tl.int64) * (HEADS * G) + own
     tl.store(lse + at, (best + tl.log2(total)) / LOG2_E, mask=there)
@@ -373,21 +407,40 @@ def forward(
 
 @triton.jit
 def _queries_step(
-    tile, acc, query, grads, k, v, i, log_total, delta, subtree_end, k_row, v_row, head, rows, factor,
-    MASKED: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
+    tile, acc, query, grads, k, v, i, log_total, delta, subtree_end, positions, window, k_row, v_row, head, rows, factor,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     key, value, scores = _meet(
-        tile, query, k, v, i, subtree_end, k_row, v_row, head, rows, factor, MASKED, E, EP, N
+        tile,
+        query,
+        k,
+        v,
+        i,
+        subtree_end,
+        positions,
+        window,
+        k_row,
+        v_row,
+        head,
+        rows,
+        factor,
+        MASKED,
+        WINDOWED,
+        E,
+        EP,
+        N,
     )
     weights = tl.exp2(scores - log_total[:, None])
     grad_scores = weights * (dot(grads, tl.trans(value)) - delta[:, None])
-    return acc + dot(grad_scores.to(key.dtype), key)
+    return acc + dot(rounded(grad_scores, key.dtype), key)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def backward_queries(
-    grad, q, k, v, out, lse, delta, grad_q, subtree_end, items, lists, grad_row, q_row, k_row, v_row, rows, factor, scale,
+    grad, q, k, v, out, lse, delta, grad_q, subtree_end, positions, items, lists, grad_row, q_row, k_row, v_row, rows, window,
+    factor, scale,
     HEADS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of one query tile for one key head.
 
@@ -407,16 +460,17 @@ def backward_queries(
     for part in tl.static_range(2):
         for n in range(bound(tl.load(item + 1 + part)), bound(tl.load(item + 2 + part))):
             acc = _queries_step(
-                tl.load(lists + n), acc, query, grads, k, v, i, log_total, inner_product, subtree_end, k_row, v_row, head, rows,
-                factor, part == 1, E, EP, N,
+                tl.load(lists + n), acc, query, grads, k, v, i, log_total, inner_product, subtree_end, positions, window, k_row, v_row,
+                head, rows, factor, part == 1, WINDOWED, E, EP, N,
             )  # fmt: skip
     _store(grad_q, at * E, acc * scale, there, E, EP)
 
 
 @triton.jit
 def _keys_step(
-    tile, sum_k, sum_v, key, value, grad, q, lse, delta, j, ends, grad_row, q_row, head, rows, factor,
-    MASKED: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
+    tile, sum_k, sum_v, key, value, grad, q, lse, delta, j, ends, key_positions, positions, window, grad_row, q_row, head, rows,
+    factor,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     i, inner, there = _queries(tile, rows, G, M)
     own = head * G + inner
@@ -426,19 +480,23 @@ def _keys_step(
     scores = dot(key, tl.trans(query)) * factor
     if MASKED:
         visible = (j[:, None] <= i[None, :]) & (i[None, :] < ends[:, None])
+        if WINDOWED:
+            visible &= key_positions[:, None] > (tl.load(positions + i) - window)[None, :]
         scores = tl.where(visible, scores, float("-inf"))
     log_total = tl.load(lse + at, mask=there, other=float("inf"))
     weights = tl.exp2(scores - (log_total * LOG2_E)[None, :])
-    sum_v += dot(weights.to(grads.dtype), grads)
+    sum_v += dot(rounded(weights, grads.dtype), grads)
     grad_scores = weights * (dot(value, tl.trans(grads)) - tl.load(delta + at)[None, :])
-    sum_k += dot(grad_scores.to(query.dtype), query)
+    sum_k += dot(rounded(grad_scores, query.dtype), query)
     return sum_k, sum_v
 
 
 @triton.jit(do_not_specialize=["rows"])
 def backward_keys(
-    grad, q, k, v, lse, delta, grad_k, grad_v, parts, subtree_end, items, grad_row, q_row, k_row, v_row, rows, factor, scale,
+    grad, q, k, v, lse, delta, grad_k, grad_v, parts, subtree_end, positions, items, grad_row, q_row, k_row, v_row, rows, window, factor,
+    scale,
     HEADS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of one key tile for one key head, from one run of query tiles.
 
@@ -452,20 +510,21 @@ def backward_keys(
     j = tile * N + tl.arange(0, N)
     near = tl.minimum(j, rows - 1)
     ends = tl.load(subtree_end + near)
+    key_positions = tl.load(positions + near) if WINDOWED else ends
     key = _load(k, near.to(tl.int64) * k_row + head * E, E, EP)
     value = _load(v, near.to(tl.int64) * v_row + head * E, E, EP)
     sum_k = tl.zeros([N, EP], tl.float32)
     sum_v = tl.zeros([N, EP], tl.float32)
     for n in range(bound(full), bound(full_end)):
         sum_k, sum_v = _keys_step(
-            n, sum_k, sum_v, key, value, grad, q, lse, delta, j, ends, grad_row, q_row, head, rows, factor,
-            False, HEADS, G, E, EP, M,
+            n, sum_k, sum_v, key, value, grad, q, lse, delta, j, ends, key_positions, positions, window, grad_row, q_row,
+            head, rows, factor, False, WINDOWED, HEADS, G, E, EP, M,
         )  # fmt: skip
     for n in range(bound(first), bound(end - (full_end - full))):
         query_tile = tl.where(n < full, n, n + (full_end - full))
         sum_k, sum_v = _keys_step(
-            query_tile, sum_k, sum_v, key, value, grad, q, lse, delta, j, ends, grad_row, q_row, head, rows, factor,
-            True, HEADS, G, E, EP, M,
+            query_tile, sum_k, sum_v, key, value, grad, q, lse, delta, j, ends, key_positions, positions, window, grad_row, q_row,
+            head, rows, factor, True, WINDOWED, HEADS, G, E, EP, M,
         )  # fmt: skip
     if place < 0:
         at = (j.to(tl.int64) * HEADS + head) * E

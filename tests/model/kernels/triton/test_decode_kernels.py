@@ -47,9 +47,10 @@ def decode_work(
 ) -> DecodeWork:
     """Return work in which each row is an entry. The buffers for parts contain NaN."""
     return DecodeWork(
+        window=None,
         counts=torch.tensor([wide, len(pieces)], dtype=torch.int32, device=device),
         rows=table(Row, rows, device),
-        entries=table(Entry, [(row, record[4]) for row, record in enumerate(rows)], device),
+        entries=table(Entry, [(row, record[4], 0) for row, record in enumerate(rows)], device),
         pieces=table(Piece, pieces, device),
         values=torch.full((20, 2, 16), math.nan, device=device),
         stats=torch.full((20, 2, 2), math.nan, device=device),
@@ -90,8 +91,8 @@ def test_prefill_blocks_attend_causally(device, head_dim):
     assert not found[[2, 8]].any()
 
 
-def cases(heads: Heads) -> list[Case]:
-    """Return the kernel specializations for one shape."""
+def cases(heads: Heads, *, windowed: bool = False) -> list[Case]:
+    """Return the kernel specializations for one shape. `windowed`: with a window and sinks."""
     pointers = dict.fromkeys(("counts", "pieces", "entries", "rows", "blocks"), "*i32") | {
         "bases": "*i64"
     }
@@ -99,7 +100,8 @@ def cases(heads: Heads) -> list[Case]:
     pointers |= dict.fromkeys(
         ("q", "out", "k", "v"), "*bf16" if heads.dtype == torch.bfloat16 else "*fp32"
     )
-    pointers |= dict.fromkeys(("k_stride", "v_stride"), "i32")
+    pointers |= dict.fromkeys(("k_stride", "v_stride", "window"), "i32")
+    pointers |= {"sinks": "*fp32"} if windowed else {}
     plain = {
         "H": heads.keys,
         "E": heads.size,
@@ -117,6 +119,7 @@ def cases(heads: Heads) -> list[Case]:
     for kernel, given in options.items():
         names = getattr(decode_kernels, kernel).arg_names
         types = {name: pointers[name] for name in names if name in pointers}
+        given = {"sinks": None, "WINDOWED": windowed, **given}
         constants = {name: given[name] for name in names if name not in types}
         made.append(
             Case(
@@ -125,7 +128,7 @@ def cases(heads: Heads) -> list[Case]:
                 constants,
                 int(given["num_warps"]),
                 int(given["num_stages"]),
-                ("k_stride", "v_stride"),
+                ("k_stride", "v_stride", "window"),
             )
         )
     return made
@@ -171,6 +174,9 @@ def test_block_sizes_follow_the_shared_memory_of_a_gpu():
     ids=str,
 )
 def test_kernels_compile_for_hopper_without_spills(heads):
-    for found in resources("planish.model.kernels.triton.decode_kernels", cases(heads)):
+    made = cases(heads)
+    if heads.size != 80:
+        made += [case for case in cases(heads, windowed=True) if case.kernel != "_keep_kernel"]
+    for found in resources("planish.model.kernels.triton.decode_kernels", made):
         assert found.spilled == 0, found
         assert found.shared <= 227 << 10, found

@@ -56,6 +56,18 @@ REGISTERS, SHARED = 65_536, 227 * 1024
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [64, 128])
+def test_kernels_with_windows_and_sinks_fit_a_multiprocessor(size: int):
+    """64 is the head size of gpt-oss, and 128 that of OLMo 3."""
+    for found in resources(
+        "planish.model.kernels.triton.tree_kernels",
+        cases_of(Heads(8 if size == 64 else 1, 8, size), windowed=True)[:3],
+    ):
+        assert found.spilled <= 32, found
+        assert found.shared <= SHARED, found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", MODELS.values(), ids=MODELS)
 def test_every_kernel_fits_a_multiprocessor(heads: Heads):
     cases = cases_of(heads)
@@ -89,19 +101,19 @@ def test_every_kernel_compiles_for_other_gpus(target: str, size: int):
         assert found.shared <= shared, case
 
 
-def cases_of(heads: Heads, shared: int = SHARED) -> list[Case]:
+def cases_of(heads: Heads, shared: int = SHARED, *, windowed: bool = False) -> list[Case]:
+    """Return the kernel specializations for these heads. `windowed`: with a window and sinks."""
     tiles = triton_forest.tiles_for(heads.dtype, heads.size, heads.group, shared)
     cuts = {
         "forward": tiles.forward,
         "backward_queries": tiles.backward_queries,
         "backward_keys": tiles.backward_keys,
     }
-    return [_case(kernel, cut, heads) for kernel, cut in cuts.items()] + [
-        _sum_case(tiles.backward_keys, heads)
-    ]
+    cases = [_case(kernel, cut, heads, windowed=windowed) for kernel, cut in cuts.items()]
+    return [*cases, _sum_case(tiles.backward_keys, heads)]
 
 
-def _case(kernel: str, cut, heads: Heads) -> Case:
+def _case(kernel: str, cut, heads: Heads, *, windowed: bool = False) -> Case:
     constants = {
         "HEADS": heads.kv_heads,
         "G": heads.group,
@@ -109,8 +121,12 @@ def _case(kernel: str, cut, heads: Heads) -> Case:
         "EP": triton_forest._width(heads.size),
         "M": cut.queries,
         "N": cut.keys,
+        "WINDOWED": windowed,
     }
     arguments = getattr(triton_forest, kernel).arg_names
+    if not windowed:
+        constants["sinks"] = None
+    constants = {name: value for name, value in constants.items() if name in (*arguments, "M")}
     types = {name: _type(name, heads.dtype) for name in arguments if name not in constants}
     multiples = tuple(name for name in types if name.endswith("_row"))
     return Case(kernel, types, constants, cut.warps, cut.stages, multiples)
@@ -126,10 +142,12 @@ def _sum_case(cut, heads: Heads) -> Case:
 
 
 def _type(name: str, dtype: torch.dtype) -> str:
-    if name == "rows" or name.endswith("_row"):
+    if name in ("rows", "window") or name.endswith("_row"):
         return "i32"
     if name in ("factor", "scale"):
         return "fp32"
-    if name in ("subtree_end", "items", "lists", "sums"):
+    if name in ("subtree_end", "positions", "items", "lists", "sums"):
         return "*i32"
-    return "*fp32" if name in ("lse", "delta", "parts") or dtype == torch.float32 else "*bf16"
+    return (
+        "*fp32" if name in ("lse", "delta", "parts", "sinks") or dtype == torch.float32 else "*bf16"
+    )

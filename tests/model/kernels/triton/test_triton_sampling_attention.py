@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cpp_attention import Prompt, Sample
 from torch import Tensor
+from variants import slow_after
 
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.attention import CppDecodeAttention
@@ -34,6 +35,8 @@ class Batch:
     q_heads: int
     running: list[Sample] = field(default_factory=list)
     kind: type[KVPool] = KVPool
+    windows: tuple[int | None, ...] = (None, None)
+    sinks: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.prompts, self.samples = KVPools(self.shape, self.kind), KVPools(self.shape, self.kind)
@@ -86,9 +89,9 @@ class Batch:
             _spoil(pool, {sample.slot: sample.stored for sample in cast(list[Sample], pool.owners)})
 
     def tables(self, max_rows: int) -> DecodeTables:
-        return DecodeTables(PoolBases(self.shape, 4096), max_rows, self.q_heads)
+        return DecodeTables(PoolBases(self.shape, 4096), max_rows, self.q_heads, self.windows)
 
-    def check(self, tables: DecodeTables, padding: int) -> None:
+    def check(self, tables: DecodeTables, padding: int, layer: int = 1) -> None:
         """Compare one layer of a step, with `padding` rows before the samples' rows, with both
         references. Pools with gaps are compared with the dense reference only.
         """
@@ -97,7 +100,7 @@ class Batch:
         rows: dict[SlotOwner, int] = {
             sample: padding + place for sample, place in zip(self.running, order, strict=True)
         }
-        total, layer, size = padding + len(rows), self.shape.num_layers - 1, self.shape.head_dim
+        total, size = padding + len(rows), self.shape.head_dim
         q = self.random(total, self.q_heads, size)
         # In the decoder, the values are also part of a wider tensor.
         k, v = (
@@ -107,7 +110,8 @@ class Batch:
         v = v[:, -self.shape.num_heads :]
         reference = None
         if self.kind is KVPool:
-            reference = DecodeAttention(rows, self.prompts, self.samples, 1, DEVICE)(layer, q, k, v)
+            given = (rows, self.prompts, self.samples, 1, DEVICE, self.windows)
+            reference = DecodeAttention(*given)(layer, q, k, v, self.sinks)
         for sample in self.running if reference is None else ():
             own, row = self.samples.pool_for(capacity_for(sample.stored + 1)), rows[sample]
             (
@@ -120,7 +124,7 @@ class Batch:
         dense = torch.stack([self.dense(sample, layer, q[rows[sample]]) for sample in self.running])
         self.spoil()
         tables.fill(rows, self.prompts, self.samples)
-        found = tables(layer, q, k, v)
+        found = tables(layer, q, k, v, self.sinks)
         assert found.dtype == q.dtype
         assert not found[:padding].any()
         tolerance = TOLERANCE[self.shape.dtype]
@@ -149,7 +153,12 @@ class Batch:
             for theirs, ours in ((home.keys, own.keys), (home.values, own.values))
         )
         scores = (keys @ q.double().unsqueeze(-1)).squeeze(-1) * self.shape.head_dim**-0.5
-        return (scores.softmax(-1).unsqueeze(1) @ values).squeeze(1)
+        if self.windows[layer] is not None:
+            scores[:, : -self.windows[layer]] = -torch.inf
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks.double().unsqueeze(1)], 1)
+        weights = scores.softmax(-1)[:, : values.shape[1]]
+        return (weights.unsqueeze(1) @ values).squeeze(1)
 
 
 def _spoil(pool: KVPool, ends: dict[int, int]) -> None:
@@ -160,9 +169,36 @@ def _spoil(pool: KVPool, ends: dict[int, int]) -> None:
 
 
 def batch(
-    heads: int = 1, group: int = 2, head_dim: int = 16, dtype: torch.dtype = torch.float32
+    heads: int = 1,
+    group: int = 2,
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    **options,
 ) -> Batch:
-    return Batch(KVSpec(2, heads, head_dim, dtype, DEVICE), heads * group)
+    return Batch(KVSpec(2, heads, head_dim, dtype, DEVICE), heads * group, **options)
+
+
+@pytest.mark.parametrize("window", slow_after(1, [70, 1, 64, 129, 5000]))
+def test_windows_and_sinks_of_decoding_equal_both_references(window: int):
+    """Prompts are before, in and across the window of their samples, which differ in length."""
+    running = batch(windows=(window, None), sinks=torch.tensor([-1.0, 2.0], device=DEVICE))
+    running.begin(64, [3, 70])
+    running.begin(201, [0, 1, 130])
+    running.begin(5, [0])
+    tables = running.tables(16)
+    running.check(tables, padding=2, layer=0)
+    if window == 64:
+        running.check(tables, padding=0, layer=1)
+
+
+@pytest.mark.slow
+def test_windows_without_sinks_use_several_blocks_and_pieces():
+    """The 20 samples are two blocks. Those of the second begin their window after the prompt."""
+    running = batch(group=4, windows=(300, 300), dtype=torch.bfloat16)
+    running.begin(1200, [*range(0, 100, 10), *range(290, 390, 10)])
+    tables = running.tables(20)
+    running.check(tables, padding=0)
+    assert tables._tables["rows0"]["parts"].max() < 8
 
 
 @pytest.mark.slow
@@ -191,7 +227,7 @@ def test_long_key_ranges_are_split():
     running.begin(1200, [0, 170])
     tables = running.tables(2)
     running.check(tables, padding=0)
-    assert tables._tables["rows"]["parts"].min() > 8  # more parts than one program adds at a time
+    assert tables._tables["rows0"]["parts"].min() > 8  # more parts than one program adds at a time
 
 
 @pytest.mark.slow
@@ -222,9 +258,7 @@ def test_attention_tables_are_reused_step_after_step():
 def test_several_rows_of_a_sample_equal_one_row_per_step(kernel, window):
     if kernel == "native" and ops.load_library() is None:
         pytest.skip("this machine has no AVX2 or no C++ compiler")
-    if kernel == "triton" and window:
-        pytest.skip("the GPU kernels have no windows")
-    running = batch(heads=2, group=2)
+    running = batch(heads=2, group=2, windows=(window, window))
     running.begin(70, [1, 3, 5])
     running.begin(20, [0, 9])
     tables = running.tables(16)
@@ -380,20 +414,20 @@ def test_pieces_cover_all_positions_exactly_once(groups, heads, group):
     rows: dict[SlotOwner, int] = {sample: row for row, sample in enumerate(reversed(running))}
     tables = DecodeTables(PoolBases(shape, 4096), max(1, len(running)), heads * group)
     tables.fill(rows, prompts, samples)
-    wide, every = tables._tables["counts"]
+    wide, every = tables._tables["counts0"]
     written: Counter[int] = Counter()
     seen: dict[int, list[tuple[int, int, int]]] = {row: [] for row in rows.values()}
-    entries = tables._tables["entries"]
-    for piece in tables._tables["pieces"][:every]:
+    entries = tables._tables["entries0"]
+    for piece in tables._tables["pieces0"][:every]:
         assert piece["first"] < piece["stop"] <= piece["capacity"]
         for entry in entries[piece["entry"] : piece["entry"] + piece["entries"]]:
             written[int(entry["part"] + piece["number"])] += 1
             seen[int(entry["row"])].append(
                 (int(piece["number"]), int(piece["first"]), int(piece["stop"]))
             )
-    assert (tables._tables["pieces"]["entries"][wide:every] == 1).all()
+    assert (tables._tables["pieces0"]["entries"][wide:every] == 1).all()
     assert set(written.values()) <= {1}
-    assert max(written, default=0) < len(tables._work.values)
+    assert max(written, default=0) < len(tables._work[None].values)
     for sample in running:
         shared, own = sample.prompt.length // SPAN * SPAN, sample.stored + 1
         found = sorted(seen[rows[sample]])
@@ -411,7 +445,8 @@ def test_pieces_cover_all_positions_exactly_once(groups, heads, group):
     ("heads", "group", "head_dim", "dtype"),
     [(2, 1, 16, torch.float32), (1, 3, 48, torch.float32), (1, 4, 32, torch.bfloat16)],
 )
-def test_prompt_rows_are_assigned_to_blocks_and_slots(heads, group, head_dim, dtype):
+@pytest.mark.parametrize("window", [None, 1, 50])
+def test_prompt_rows_are_assigned_to_blocks_and_slots(heads, group, head_dim, dtype, window):
     shape = KVSpec(2, heads, head_dim, dtype, DEVICE)
     running = Batch(shape, heads * group)
     for length in (3, 64, 200, 130):
@@ -428,12 +463,14 @@ def test_prompt_rows_are_assigned_to_blocks_and_slots(heads, group, head_dim, dt
         running.random(83, heads * group, head_dim),
         *(running.random(83, heads, head_dim) for _ in range(2)),
     )
-    reference = PrefillAttention(spans)(1, q, k, v)
+    windows = (None, window)
+    sinks = None if window is None else torch.linspace(-2, 3, heads * group, device=DEVICE)
+    reference = PrefillAttention(spans, windows)(1, q, k, v, sinks)
     for span in spans:
         for tensor in (span.pool.keys[1], span.pool.values[1]):
             tensor[span.slot, :, span.start :] = torch.nan
-    attention = GpuPrefill(spans, PoolBases(shape, 4096), heads * group)
-    found = attention(1, q, k, v)
+    attention = GpuPrefill(spans, PoolBases(shape, 4096), heads * group, windows)
+    found = attention(1, q, k, v, sinks)
     torch.testing.assert_close(found, reference, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     covered = [row for span in spans for row in range(span.row, span.row + span.count)]
     assert not found[[row for row in range(83) if row not in covered]].any()

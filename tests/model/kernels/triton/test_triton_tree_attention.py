@@ -119,6 +119,96 @@ def test_every_group_head_size_and_dtype_equals_dense_attention(
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "window", "has_sinks"),
+    slow_after(
+        1,
+        [
+            ("nested", 7, True), ("one long", 20, False), ("single rows", 5, True),
+            ("nothing shared", 300, True), ("nested", 1, False),
+        ],
+    ),
+)  # fmt: skip
+def test_windows_and_sinks_equal_dense_masked_attention(name: str, window: int, has_sinks: bool):
+    """The second layer has no window."""
+    micro_batch = FORESTS[name]
+    inputs = tensors(len(micro_batch), 3, 1, 16)
+    sinks = torch.tensor([-1.0, 0.5, 3.0], device=DEVICE) if has_sinks else None
+    windows = (window, None)
+    for layer in (0, 1) if name == "one long" else (0,):
+        expected, found = (
+            gradients(lambda _, q, k, v, a=attend, at=layer: a(at, q, k, v, sinks), inputs)
+            for attend in (
+                dense_mask_attention(micro_batch, DEVICE, windows),
+                TritonTreeAttention(micro_batch, DEVICE, windows),
+            )
+        )
+        assert_near(found, expected, 1e-5)
+
+
+@pytest.mark.slow
+def test_a_window_in_bfloat16_with_several_heads_and_split_sums(monkeypatch):
+    monkeypatch.setattr(tree_attention, "_FEWEST_TILES", 2)
+    micro_batch = nested(4, 40)
+    inputs = tensors(len(micro_batch), 4, 2, 32, torch.bfloat16)
+    sinks = torch.linspace(-2, 2, 4, device=DEVICE)
+    expected, found = (
+        gradients(lambda _, q, k, v, a=attend: a(0, q, k, v, sinks), inputs)
+        for attend in (
+            dense_mask_attention(micro_batch, DEVICE, (30,)),
+            TritonTreeAttention(micro_batch, DEVICE, (30,)),
+        )
+    )
+    assert_near(found, expected, 0.03)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(
+    sequences=st.lists(
+        st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=12
+    ),
+    window=st.integers(1, 35),
+    fewest=st.sampled_from([1, 2, 16]),
+)
+def test_plans_with_a_window_contain_all_visible_pairs(
+    sequences: list[list[int]], window: int, fewest: int
+):
+    """No pair of tiles occurs twice. A pair without a mask has only visible entries."""
+    micro_batch = pack_one(*sequences)
+    one = triton_forest.Launch(4, 8, 4, 1)
+    tiles = triton_forest.Tiles(one, one, replace(one, keys=4))
+    positions = micro_batch.positions
+    given = (positions, window)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_attention, "_FEWEST_TILES", fewest)
+        queries = query_plan(micro_batch.subtree_end, tiles, 1, *given)
+        keys = key_plan(micro_batch.subtree_end, tiles, 1, 2, *given)
+    by_queries = [
+        ((tile, int(queries.lists[n])), n < masked)
+        for tile, first, masked, end in queries.items.tolist()
+        for n in range(first, end)
+    ]
+    by_keys = [
+        ((n, tile), full <= n < full_end)
+        for tile, first, full, full_end, end, _ in keys.items.tolist()
+        for n in range(first, end)
+    ]
+    near = positions[:, None] - positions < window
+    for found, size in ((by_queries, 8), (by_keys, 4)):
+        pairs = dict(found)
+        assert len(pairs) == len(found)
+        expected = tiles_of(micro_batch, 4, size, attention_mask(micro_batch) & near)
+        assert pairs.keys() >= expected.keys()
+        assert all(expected.get(pair) for pair, is_whole in found if is_whole)
+    # Of a single sequence, the query tiles list exactly the pairs in the window.
+    if len(sequences) == 1:
+        assert (
+            dict(by_queries).keys()
+            == tiles_of(micro_batch, 4, 8, attention_mask(micro_batch) & near).keys()
+        )
+
+
 @pytest.mark.slow
 def test_a_query_group_larger_than_a_tile_gets_a_larger_tile():
     micro_batch = pack_one(np.arange(5), [0, 1, 7])
@@ -220,11 +310,13 @@ def test_plans_list_exactly_the_tiles_with_visible_pairs(
         )
 
 
-def tiles_of(micro_batch: MicroBatch, rows: int, keys: int) -> dict[tuple[int, int], bool]:
+def tiles_of(
+    micro_batch: MicroBatch, rows: int, keys: int, visible: np.ndarray | None = None
+) -> dict[tuple[int, int], bool]:
     """Return the pairs of tiles with a visible entry, computed from the mask, and whether both
-    tiles are whole and all entries visible.
+    tiles are whole and all entries visible. `visible`: the mask; by default that of the tree.
     """
-    visible, found = attention_mask(micro_batch), {}
+    visible, found = attention_mask(micro_batch) if visible is None else visible, {}
     for query in range(0, len(micro_batch), rows):
         for key in range(0, len(micro_batch), keys):
             part = visible[query : query + rows, key : key + keys]
