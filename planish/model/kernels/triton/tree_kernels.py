@@ -147,7 +147,7 @@ _CUTS: dict[int, tuple[tuple[_Cut, _Cut, _Cut], ...]] = {
     ),
     128: (
         ((128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
-        ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
+        ((64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2)),
         ((64, 32, 4, 2), (64, 32, 4, 1), (32, 64, 4, 1)),
     ),
     256: (
@@ -160,7 +160,8 @@ _CUTS: dict[int, tuple[tuple[_Cut, _Cut, _Cut], ...]] = {
 
 Each candidate gives (queries, keys, warps, stages) of `forward`, `backward_queries` and
 `backward_keys`. The candidates are for 227 KiB of shared memory (H100; A100 up to a width of 128),
-99 KiB (RTX 3090, 4090, 5090) and 64 KiB (MI300).
+99 KiB (RTX 3090, 4090, 5090) and 64 KiB (MI300). With 99 KiB, one program fits on a
+multiprocessor, so at a width of 128 it has 8 warps: two for each scheduler, without spills.
 """
 
 

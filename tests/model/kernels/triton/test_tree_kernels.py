@@ -90,6 +90,21 @@ TARGETS = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("architecture", [86, 89, 120])
+def test_a_multiprocessor_of_99_kib_has_8_warps_without_spills(architecture: int):
+    cases = cases_of(MODELS["Qwen3-8B"], 101_376)[:3]
+    target = ("cuda", architecture, 32)
+    for case, found in zip(
+        cases,
+        resources("planish.model.kernels.triton.tree_kernels", cases, target),
+        strict=True,
+    ):
+        assert case.warps == 8
+        assert found.spilled == 0, found
+        assert found.shared <= 101_376, found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles_for_other_gpus(target: str, size: int):
