@@ -30,7 +30,10 @@ Label = Literal["A", "B", "Tie"]
 SYSTEM_COLUMNS = ("system", "system_prompt")
 COMMON_COLUMNS = (*SYSTEM_COLUMNS, "tools")
 """Columns that are used with every layout of messages."""
-TEXT_ONLY = "planish trains on text; remove the row, or the column if its content is not needed"
+TEXT_ONLY = (
+    "data files have text only; remove the row, or the column if its content is not needed (an "
+    "environment can give images)"
+)
 PROMPT_REFUSALS = {
     **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), TEXT_ONLY),
     "chat_template_kwargs": "choose the variant of the chat format with renderer_name, and remove "
