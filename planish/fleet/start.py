@@ -54,13 +54,13 @@ def start_fleet(
         isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1
     ):
         raise UserError(f"replicas={replicas!r}: give a whole number of at least 1")
-    options = checked_options(models, data_dir, settings)
     device = settings.get("device", "auto")
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(
             f"device={device!r} is one GPU, and each replica has its own; give 'auto', 'cpu' or "
             "'cuda'"
         )
+    options = checked_options(models, data_dir, settings)
     import_ray()
     is_own_cluster = False
     if ray is not None:

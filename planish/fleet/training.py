@@ -115,6 +115,12 @@ class FleetModel:
     def submit(self, operation: Operation[Any]) -> Future[Any]:
         """Queue an operation. Raise UserError for invalid input."""
         self._check()
+        try:
+            return self._submit_in_order(operation)
+        except ReplicaLostError:
+            raise self._lost_error() from None
+
+    def _submit_in_order(self, operation: Operation[Any]) -> Future[Any]:
         is_spread = self._is_spread(operation)
         with self._lock:
             if not is_spread and not self._steps:
@@ -155,6 +161,14 @@ class FleetModel:
         """Forget the exported weights, because the model is unloaded."""
         with self._lock:
             self._forget_export()
+
+    def _lost_error(self) -> ReplicaLostError:
+        """Return the error of operations after the loss of the home replica, which may be noticed
+        here first.
+        """
+        if self.loss is None:
+            self.lose(f"replica {self.home.number}")
+        return ReplicaLostError(str(self.loss))
 
     def _check(self) -> None:
         if self.loss is not None:
@@ -234,8 +248,8 @@ class FleetModel:
             with self._lock:
                 attempt = self._submit_home(operation)
         except ReplicaLostError:
-            self._check()
-            raise
+            # The losses of other replicas are handled where they occur.
+            raise self._lost_error() from None
         except Exception as error:
             if adds_gradient:
                 self._reject_next_step(error)

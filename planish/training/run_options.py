@@ -47,7 +47,9 @@ class ModelOptions:
         default=None, doc="URL of a server; none = train in this process"
     )
     replicas: int | None = chz.field(
-        default=None, doc="number of engines, each on a device of its own; none = one"
+        default=None,
+        doc="number of engines, each on a device of its own; none = one",
+        metadata=at_least(1),
     )
     ray: str | None = chz.field(
         default=None, doc="address of a Ray cluster: auto or HOST:PORT; none = this machine"

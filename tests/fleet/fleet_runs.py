@@ -13,6 +13,7 @@ from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
 from planish.fleet.fleet import Fleet
 from planish.fleet.link import EngineOptions
 from planish.fleet.ray_link import RayLink, Resources, import_ray
+from planish.fleet.replica import Replica
 from planish.fleet.start import checked_options
 
 WAIT = 240.0
@@ -35,6 +36,13 @@ def ray_fleet(model_dir: Path, data_dir: Path, num_replicas: int, **arguments: A
         put=import_ray().put,
         **arguments,
     )
+
+
+def pid_of(replica: Replica) -> int:
+    """Return the id of the process of a replica on Ray."""
+    assert isinstance(replica.link, RayLink)
+    assert replica.link.machine is not None
+    return replica.link.machine.pid
 
 
 def run_grpo(

