@@ -35,7 +35,7 @@ SCHEMES = ("bf16", "int8", "nf4")
 PASSES = ("decode", "train")
 FAMILIES = (
     *("qwen3", "llama", "mistral", "ministral3", "qwen2", "smollm3", "phi3", "gemma3", "olmo3"),
-    "qwen3_moe",
+    *("gpt_oss", "qwen3_moe", "qwen3_5", "qwen3_5_moe"),
 )
 LAYERS = (2, 4)
 """Two sizes of each model. Kinds of layers alternate, so the sizes are even."""
