@@ -1,6 +1,6 @@
 # demo and test do all their own set-up: a virtual environment, pinned packages, the embedded model.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-extras lint docs bench bench-peers clean
+.PHONY: help demo test test-all test-extras lint docs site dist release bench bench-peers clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -21,17 +21,18 @@ CODEX := @openai/codex@0.171.0
 CLAUDE_CODE := @anthropic-ai/claude-code@2.1.332
 # What the tests of the console need: its chart library as published, and a checker of accessibility.
 CONSOLE_PACKAGES := uplot@1.6.32 axe-core@4.14.1
-# The second line has clients of the server's /v1 endpoints, and the third what the recipes of
-# tinker-cookbook import.
+# The second line has clients of the server's /v1 endpoints, the third what the recipes of
+# tinker-cookbook import, and the fourth what builds the site.
 EXTRAS := 'planish[inspect,ray,trackio,verifiers]' trl bitsandbytes sentencepiece playwright perfetto \
 	anthropic langchain-openai litellm openai-agents 'lm-eval[api]' 'pydantic-ai-slim[openai]' \
-	aiohttp blobfile cloudpickle pylatexenc termcolor tiktoken
+	aiohttp blobfile cloudpickle pylatexenc termcolor tiktoken \
+	mkdocstrings-python zensical
 # The tests that are skipped, in whole or in part, where these packages are not installed.
-EXTRAS_TESTS ?= tests/console/test_console_browser.py tests/cookbook tests/evaluation/test_inspect.py tests/evaluation/test_inspect_logs.py tests/export/test_trl.py tests/fleet/test_ray_fleet.py \
+EXTRAS_TESTS ?= tests/test_doc_servers.py tests/console/test_console_browser.py tests/cookbook tests/evaluation/test_inspect.py tests/evaluation/test_inspect_logs.py tests/export/test_trl.py tests/fleet/test_ray_fleet.py \
 	tests/datasets/test_trl_files.py tests/model/test_bitsandbytes.py \
 	tests/model/test_sentencepiece_oracle.py tests/recipes/test_fresh_runs.py \
 	tests/renderers/test_renderer_oracles.py \
-	tests/rl/test_verifiers_env.py tests/runlog/test_metrics_log.py tests/server/openai \
+	tests/rl/test_verifiers_env.py tests/runlog/test_metrics_log.py tests/server/openai tests/site \
 	tests/server/test_session_timeline.py tests/test_tokenizer.py \
 	tests/server/messages/test_anthropic_client.py tests/server/messages/test_claude_code.py
 # All tests of a file run in one process, which starts their servers and loads their models once.
@@ -39,6 +40,8 @@ EXTRAS_TESTS ?= tests/console/test_console_browser.py tests/cookbook tests/evalu
 # processes of `make test` share out the files before they read them, which saves a tenth of the
 # time. The times of the other tests vary more, so a process takes its next file when it is ready.
 TEST_PROCESSES ?= 3
+# Pythons besides $(PYTHON) with which `make release` installs and tries the wheel.
+PYTHONS ?= python3.12 python3.13
 
 help:
 	@echo "make demo   train the embedded model on sums and show the reward curve (a few minutes)"
@@ -47,6 +50,9 @@ help:
 	@echo "make test-extras  tests with the real Inspect, verifiers, Trackio, TRL, sentencepiece, OpenAI clients and tinker-cookbook"
 	@echo "make lint   ruff, pyright, and the limits of sizes and imports"
 	@echo "make docs   write docs/reference/file-tree.md"
+	@echo "make site   build the documentation as a site, with search and the reference of Python: build/site/html"
+	@echo "make dist   wheel and sdist, checked for missing files, in dist/"
+	@echo "make release  the same, installed and tried with PYTHONS, with hashes and a bill of materials"
 	@echo "make bench  rollouts and training against transformers and PEFT on this machine (a quarter of an hour)"
 	@echo "make bench-peers  all works and all peers (hours; downloads some gigabytes)"
 	@echo "make clean  remove everything that these commands made, except the cached model"
@@ -79,6 +85,15 @@ lint: $(VENV)/.dev
 
 docs:
 	$(PYTHON) tools/file_tree.py
+
+site: $(EXTRAS_VENV)/.made
+	$(EXTRAS_VENV)/bin/python tools/build_site.py
+
+dist: $(VENV)/.dev
+	$(BIN)/python tools/release.py dist
+
+release: $(VENV)/.dev
+	$(BIN)/python tools/release.py release $(PYTHONS)
 
 bench: $(VENV)/.model
 	$(BIN)/python benchmarks/compare.py

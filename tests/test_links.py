@@ -3,9 +3,13 @@ from the README.
 """
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+from build_site import nav_pages
+from site_pages import EXAMPLES, site_path
+from site_reference import API_PAGES, GENERATED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -50,6 +54,16 @@ def test_every_page_can_be_reached_from_the_readme():
             reached.add(page)
             left += [target for target, _ in links_of(page) if target.suffix == ".md"]
     assert not set(PAGES) - reached
+
+
+def test_every_page_is_in_the_order_of_the_site():
+    project = tomllib.loads((ROOT / "docs" / "site.toml").read_text())["project"]
+    shown = [path for _, path in nav_pages(project["nav"], "")]
+    generated = {f"api/{name}.md" for name in API_PAGES} | set(GENERATED)
+    pages = {site_path(path.relative_to(ROOT).as_posix()) for path in PAGES}
+    assert sorted(shown) == sorted(pages | generated | {site_path(path) for path in EXAMPLES}), (
+        "enter each page once in the nav of docs/site.toml"
+    )
 
 
 def test_a_heading_is_found_as_it_is_linked_to(tmp_path):

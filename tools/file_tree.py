@@ -23,8 +23,8 @@ does.
 
 Beside planish/: examples/ (GRPO on one page, a tutorial as a notebook, and a task of your own),
 benchmarks/ ([performance](../lab/performance.md)), tests/ (its folders mirror those of planish/),
-tools/ (sizes of the code, this tree, the curve of the README), deploy/ (a container file and a
-systemd unit) and docs/ (guide/ for newcomers, recipes/, operators/, reference/ and lab/).
+tools/ (sizes of the code, this tree, the curve of the README, the site), deploy/ (a container file
+and a systemd unit) and docs/ (guide/ for newcomers, recipes/, operators/, reference/ and lab/).
 """
 WIDTH = 100
 COLUMN = 24

@@ -82,7 +82,7 @@ def sampler_trainer_kl(
     sampled_D: Sequence[Sequence[float]], trained_D: Sequence[Sequence[float]]
 ) -> Metrics:
     """Return optim/kl_sample_train_v1 and _v2, estimates of the KL divergence between sampler and
-    trainer from their logprobs of the sampled tokens [D][T].
+    trainer from their logprobs of the sampled tokens `[D][T]`.
 
     v1 is the mean difference, v2 half the mean squared difference; both are 0 if sampler and
     trainer agree. Only the last T entries of each row of `trained_D` are used, so the entries of
@@ -111,8 +111,8 @@ def group_metrics(
     observation_tokens: int,
     cached_tokens: int,
 ) -> Metrics:
-    """Return metrics of groups of episodes, computed from the total rewards [P][G] and the numbers
-    of turns and tokens. `cached_tokens` is the number of tokens in cached prefixes, which count as
+    """Return metrics of groups of episodes, computed from the total rewards `[P][G]` and the
+    numbers of turns and tokens. `cached_tokens` is the number of tokens in cached prefixes, which count as
     observation tokens too.
     """
     rewards = [reward for rewards_G in rewards_P_G for reward in rewards_G]

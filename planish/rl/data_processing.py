@@ -146,7 +146,7 @@ def _sequence(turns: Sequence[_Turn]) -> TrainingSequence:
 def compute_advantages(
     groups_P: Sequence[TrajectoryGroup], estimator: str = "mean"
 ) -> list[list[float]]:
-    """Return advantages [P][G]; `estimator` is a name in `ADVANTAGES`."""
+    """Return advantages `[P][G]`; `estimator` is a name in `ADVANTAGES`."""
     return [ADVANTAGES[estimator](group.get_total_rewards()) for group in groups_P]
 
 

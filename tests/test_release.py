@@ -1,0 +1,92 @@
+"""The files of a release: what they contain, and that an installed wheel trains."""
+
+import hashlib
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from release import build_dist, run_demo, write_checksums
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    return build_dist(tmp_path_factory.mktemp("release") / "dist")
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist_have_every_file_of_the_package(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    parts = {
+        "planish/console/static/uplot/uPlot.iife.min.js",
+        "planish/model/kernels/cpp/src/kernels.cpp",
+        "planish/model/kernels/cpp/src/avx512.h",
+        "planish/logtree/trace.html",
+        "planish/py.typed",
+    }
+    assert parts <= set(names)
+    assert not [name for name in names if name.startswith(("tests", "tools", "benchmarks"))]
+    [sdist] = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert parts | {"LICENSE", "README.md", "pyproject.toml"} <= packed
+
+
+@pytest.mark.slow
+def test_the_checksums_are_those_of_the_files(wheel):
+    write_checksums(wheel.parent)
+    lines = (wheel.parent / "SHA256SUMS").read_text().splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        digest, name = line.split("  ")
+        assert hashlib.sha256((wheel.parent / name).read_bytes()).hexdigest() == digest
+
+
+@pytest.mark.slow
+def test_the_demo_runs_from_an_installed_wheel(wheel, tmp_path):
+    """The environment has the packages of this one, and planish from the wheel alone."""
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    python = environment / "bin" / "python"
+    [packages] = environment.glob("lib/python*/site-packages")
+    # Directories in a .pth file are searched after the wheel, and their own .pth files are not read.
+    others = [path for path in sys.path if Path(path).name == "site-packages"]
+    (packages / "others.pth").write_text("\n".join(others) + "\n")
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps"]
+    subprocess.run([*install, "--quiet", str(wheel)], check=True)
+    where = "import planish; print(planish.__file__)"
+    found = subprocess.check_output([python, "-I", "-c", where], text=True)
+    assert Path(found.strip()).is_relative_to(environment)
+    run_demo(python, tmp_path)
+    assert (tmp_path / "runs" / "demo" / "metrics.jsonl").exists()
+
+
+def test_the_citation_has_the_version_and_licence_of_the_package():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for field in ("version", "license"):
+        assert citation[field] == project[field]
+
+
+def test_an_issue_about_a_fault_asks_for_the_report_of_the_doctor():
+    forms = {path.stem: yaml.safe_load(path.read_text()) for path in ROOT.glob(".github/*/*.yml")}
+    labels = {
+        item["attributes"]["label"]: item.get("validations", {}).get("required", False)
+        for item in forms["fault"]["body"]
+    }
+    assert labels["The output of `planish doctor --json`"]
+
+
+def test_the_container_file_copies_files_that_are_there():
+    text = (ROOT / "deploy" / "Containerfile").read_text()
+    sources = [words.split()[:-1] for words in re.findall(r"^COPY (.+)$", text, re.MULTILINE)]
+    names = [name for line in sources for name in line]
+    assert "planish" in names
+    assert [name for name in names if not (ROOT / name).exists()] == []
