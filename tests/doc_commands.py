@@ -39,6 +39,10 @@ NOT_RUN = {
     "container file",
     r"planish checkpoints import \S+ (--base-url|--base-model Qwen)|planish export outputs": "needs an "
     "adapter of another program; tests/export imports and merges such",
+    r"planish inspect-logs": "needs planish[inspect]; tests/evaluation/test_inspect_logs.py runs it",
+    r"planish doctor --(gpu-report|plan)": "needs a GPU, or the files of a large model; tests/doctor "
+    "runs it",
+    r"head=|srun |sleep ": "needs a cluster; tests/fleet starts several processes",
     r"planish rollouts .*--eval": "needs a run with an evaluation; "
     "tests/commands/test_rollouts_command.py has one",
     r"planish runs --base-url|planish checkpoints publish": "needs a server; tests/commands/test_cli_commands.py runs it",
