@@ -32,7 +32,7 @@ EXTRAS_TESTS ?= tests/test_doc_servers.py tests/console/test_console_browser.py 
 	tests/datasets/test_trl_files.py tests/model/test_bitsandbytes.py \
 	tests/model/test_sentencepiece_oracle.py tests/recipes/test_fresh_runs.py \
 	tests/renderers/test_renderer_oracles.py \
-	tests/rl/test_verifiers_env.py tests/runlog/test_metrics_log.py tests/server/openai tests/site \
+	tests/rl/test_verifiers_env.py tests/runlog/test_metrics_log.py tests/server/openai tests/test_site.py \
 	tests/server/test_session_timeline.py tests/test_tokenizer.py \
 	tests/server/messages/test_anthropic_client.py tests/server/messages/test_claude_code.py
 # All tests of a file run in one process, which starts their servers and loads their models once.

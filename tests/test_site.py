@@ -20,7 +20,7 @@ from starlette.staticfiles import StaticFiles
 import planish
 
 pytest.importorskip("zensical", reason="zensical is not installed")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.slow
 
