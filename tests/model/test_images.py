@@ -343,6 +343,17 @@ def test_a_bad_image_is_an_error_that_names_it(vision_decoder, name):
         read_input(model_input, vision_decoder.images)
 
 
+def test_text_after_an_input_continues_its_positions(vision_decoder):
+    """As for a preempted sample, whose tokens continue the prompt."""
+    model_input, added = inputs_with_images()[1], text(5, 9)
+    extended = read_input(model_input, vision_decoder.images).extended(added.tokens)
+    whole = read_input(model_input.append(added), vision_decoder.images)
+    assert extended.tokens == whole.tokens
+    assert extended.images == whole.images
+    assert extended.rope_positions.tolist() == whole.rope_positions.tolist()
+    assert extended.rope_offset == whole.rope_offset != 0
+
+
 def test_the_largest_image_is_read(vision_decoder):
     (largest,) = read_input(
         ModelInput([ImageChunk(bomb(4096, 4096), "png")]), vision_decoder.images

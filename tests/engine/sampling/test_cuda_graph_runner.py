@@ -11,12 +11,16 @@ import pytest
 import torch
 from test_sampler import adapter, request, run, tokens
 
+from planish.engine.sampling import reservations
+from planish.engine.sampling import sampler as sampler_module
 from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner, GraphRecorder, graph_sizes
 from planish.engine.sampling.model_runner import EagerRunner
 from planish.engine.sampling.plan import StepOutput, StepPlan
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
 from planish.model.decoder import Decoder
+from planish.model.kv_cache import GappedKVPool, KVPool
+from planish.model.positions import SPAN
 from planish.testing import tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -71,6 +75,36 @@ def test_the_gpu_sampler_samples_the_same_tokens_as_the_eager_one(decoder, with_
         assert graphs.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
         for ours, theirs in zip(graphs.topk_logprobs, plain.topk_logprobs, strict=True):
             assert [token for token, _ in ours] == [token for token, _ in theirs]
+
+
+@pytest.mark.slow
+def test_samples_on_a_gpu_move_to_larger_slots_and_resume(decoder, with_kernels, monkeypatch):
+    """Slots grow by one span here instead of 1,024 positions. One sample is preempted."""
+    monkeypatch.setattr(sampler_module, "GPU_BLOCK", SPAN)
+    for name in ("_FIRST_EXPECTED_TOKENS", "_MIN_HEADROOM_TOKENS"):
+        monkeypatch.setattr(reservations, name, 1)
+    ops = [request(tokens(60, seed=seed), 1, max_tokens=8, seed=seed) for seed in range(2)]
+    answers, moved = [], []
+    move = GappedKVPool.move
+
+    def noted(pool: KVPool, owners: list, target: KVPool) -> None:
+        moved.extend(owners)
+        move(pool, owners, target)
+
+    monkeypatch.setattr(GappedKVPool, "move", noted)
+    positions = 2 * (64 + 128) - 64
+    for kernels, count in (("torch", 10_000), ("triton", positions)):
+        decoder = with_kernels(kernels)
+        bytes_per_position = decoder.backend.kv_spec.bytes_per_position
+        sampler = sampler_of(
+            decoder, kv_cache_bytes=count * bytes_per_position, prefix_cache_bytes=0
+        )
+        answers.append([s for response in run(sampler, *ops) for s in response.sequences])
+    assert moved
+    assert sampler.num_preemptions == 1
+    for plain, graphs in zip(*answers, strict=True):
+        assert graphs.tokens == plain.tokens
+        assert graphs.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
 
 
 @pytest.mark.slow
