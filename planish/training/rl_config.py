@@ -106,7 +106,6 @@ class LossOptions:
         default=None,
         doc="truncated=penalise: number of tokens before max_tokens in which the penalty grows "
         "from 0 to its maximum; none = a fifth of max_tokens",
-        metadata=at_least(1),
     )
     overlong_coef: float = chz.field(
         default=1.0, doc="truncated=penalise: the maximum penalty", metadata=POSITIVE
@@ -255,7 +254,7 @@ def check_all_but_reference(config: Config) -> None:
             "1, or an eval_temperature above 0: greedy answers to a problem are all the same",
         ),
         overlong_buffer=(
-            config.overlong_buffer is None or config.overlong_buffer <= config.max_tokens,
+            config.overlong_buffer is None or 1 <= config.overlong_buffer <= config.max_tokens,
             f"a whole number from 1 to max_tokens={config.max_tokens}",
         ),
     )

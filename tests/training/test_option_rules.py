@@ -89,6 +89,7 @@ CHECKED_ELSEWHERE = {
     "judge_retries",
     "judge_concurrency",
     "max_trajectory_tokens",  # compared with max_tokens by the recipe
+    "overlong_buffer",  # compared with max_tokens by rl_config.check
 }
 
 
