@@ -18,8 +18,7 @@ from starlette.responses import (
     Response,
     StreamingResponse,
 )
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.routing import Route
 
 from planish.console.actions import Actions
 from planish.console.answers import Answers, Parameters
@@ -27,13 +26,13 @@ from planish.console.catalog import Catalog
 from planish.console.eval_directories import EvaluationAnswers
 from planish.console.row_tail import parse_object
 from planish.console.web import (
-    STATIC,
     OwnPagesOnly,
     data_response,
     error_json,
     export_response,
     json_response,
     shell_page,
+    static_files,
     to_json,
 )
 from planish.errors import PlanishError
@@ -99,7 +98,7 @@ def create_app(answers: Answers, actions: Actions | None = None, key: str = "") 
                 Route(f"/api/{name}", _action_endpoint(act, has_key), methods=["POST"])
                 for name, act in acts.items()
             ),
-            Mount("/static", StaticFiles(directory=STATIC)),
+            static_files(),
         ]
     )
     app.add_middleware(OwnPagesOnly)

@@ -17,15 +17,19 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from planish.console.answers import Answers, Parameters
+from planish.logtree.html import PALETTE
+from planish.reports.rollout_page import TOKEN_SCRIPT
 
 _STATIC = Path(__file__).parent / "static"
+SHARED = {"palette.css": PALETTE, "token_text.js": TOKEN_SCRIPT}
+"""Files of static/ that the pages of rollouts have too, by name."""
 _VIEWS = ("curves", "evaluations", "checkpoints", "findings", "options")
 _MAX_POINTS = 1000
 """MAX_POINTS of static/curves.js."""
 _TEMPLATES = Environment(
     loader=PackageLoader("planish.console", "pages"), autoescape=True, undefined=StrictUndefined
 )
-_IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([a-z]+)\.js";\n', re.MULTILINE)
+_IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([a-z_]+)\.js";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?(?:function\*?|const|class) (\w+))", re.MULTILINE)
 
 
@@ -38,8 +42,8 @@ def export_page(answers: Answers, runs: Sequence[str], to_json: Callable[[Any], 
     }
     script = joined_modules("app")
     chart = (_STATIC / "uplot/uPlot.iife.min.js").read_text()
-    names = ("uplot/uPlot.min.css", "console.css")
-    css = "\n".join((_STATIC / name).read_text() for name in names)
+    styles = (_STATIC / "uplot/uPlot.min.css", PALETTE, _STATIC / "console.css")
+    css = "\n".join(path.read_text() for path in styles)
     # In a JSON string "<" may be written as an escape, so no text can end the element.
     embedded = to_json(data).replace(b"<", b"\\u003c").decode()
     return _TEMPLATES.get_template("export.html").render(
@@ -66,7 +70,8 @@ def joined_modules(name: str) -> str:
         if module in done:
             return ""
         done.append(module)
-        text = (_STATIC / f"{module}.js").read_text()
+        name = f"{module}.js"
+        text = SHARED.get(name, _STATIC / name).read_text()
         before = "".join(add(imported) for _, imported in _IMPORT.findall(text))
         body = _EXPORT.sub(r"\1", _IMPORT.sub(r"const {\1} = modules.\2;\n", text))
         exports = ", ".join(match[2] for match in _EXPORT.finditer(text))

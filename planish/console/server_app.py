@@ -18,18 +18,17 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
-from starlette.staticfiles import StaticFiles
 
 from planish.console.row_tail import parse_object
 from planish.console.server_answers import ServerAnswers, TokenRates
 from planish.console.web import (
-    STATIC,
     OwnPagesOnly,
     data_response,
     error_json,
     export_response,
     json_response,
     shell_page,
+    static_files,
 )
 from planish.errors import PlanishError
 from planish.server.http.context import authenticate
@@ -119,7 +118,7 @@ class ServerConsole:
                 Route("/api/logout", self._log_out, methods=["POST"]),
                 Route("/trace", self._trace),
                 Route("/export", self._export),
-                Mount("/static", StaticFiles(directory=STATIC)),
+                static_files(),
             ],
             middleware=[Middleware(OwnPagesOnly, accepts_any_host=self._has_keys)],
         )

@@ -27,11 +27,13 @@ import orjson
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from planish.console.answers import Answers, BadRequest, Parameters
-from planish.console.export import export_page
+from planish.console.export import SHARED, export_page
 from planish.logtree.nodes import plain
 from planish.server.http.origins import host_name, is_loopback
 
@@ -70,6 +72,14 @@ def shell_page(views: Sequence[str], base: str = "", *, has_keys: bool = False) 
     return _TEMPLATES.get_template("shell.html").render(
         base=base, views=" ".join(views), has_keys=has_keys, note=""
     )
+
+
+def static_files() -> Mount:
+    """Return the route of scripts and styles."""
+    shared = [
+        Route(f"/{name}", lambda _, path=path: FileResponse(path)) for name, path in SHARED.items()
+    ]
+    return Mount("/static", routes=[*shared, Mount("/", StaticFiles(directory=STATIC))])
 
 
 def data_response(request: Request, answer: Callable[[Parameters], Mapping[str, Any]]) -> Response:

@@ -6,12 +6,15 @@ signs, so that a page never hides or drops a character that a model wrote.
 
 import re
 from html import escape
+from pathlib import Path
 
 from markupsafe import Markup
 
 from planish.logtree.conversations import CONVERSATION, message_nodes
 from planish.logtree.nodes import Node
 
+PALETTE = Path(__file__).with_name("palette.css")
+"""The colours of all pages, those of the console too."""
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 

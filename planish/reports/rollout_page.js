@@ -1,4 +1,3 @@
-"use strict";
 const all = (selector, within = document) => [...within.querySelectorAll(selector)];
 const one = (selector) => document.querySelector(selector);
 const trajectories = () => all(".traj").filter((it) => !it.hidden && !it.closest(".group").hidden);
@@ -6,31 +5,19 @@ const reward = (it) => Number(it.dataset.r);
 
 // Tokens: text is in the page, numbers are in attributes; elements are made when they are about to be seen.
 
-const PROBABILITY_BINS = [0.9, 0.5, 0.2, 0.05, 0.01];
 const numbers = (list) => (list ? list.split(" ") : []);
 
 function renderTokens(answer) {
   if (answer.classList.contains("painted")) return;
   const { n: lengthCodes, i: tokenIds, p: milliNlls, c: controls } = answer.dataset;
   const ids = numbers(tokenIds), nlls = numbers(milliNlls), controlIndices = new Set(numbers(controls)), text = answer.textContent;
-  const painted = document.createDocumentFragment();
-  let offset = 0, token = 0;
-  numbers(lengthCodes).forEach((lengthCode, index) => {
-    const [units, count] = lengthCode.split("*").map(Number);
-    const span = document.createElement("span"), last = token + (count || 1);
-    span.textContent = text.slice(offset, offset + units);
-    const nll = nlls.slice(token, last).reduce((sum, each) => sum + Number(each), 0);
-    const probability = Math.exp(-nll / 1000), bin = PROBABILITY_BINS.findIndex((lowest) => probability >= lowest);
-    if (nlls.length) span.className = "q" + (bin < 0 ? PROBABILITY_BINS.length : bin);
-    if (controlIndices.has(String(index))) span.classList.add("control");
+  const spans = tokenElements(text, numbers(lengthCodes), new Set([...controlIndices].map(Number)));
+  spans.forEach((span) => {
+    const nll = nlls.slice(span.first, span.last).reduce((sum, each) => sum + Number(each), 0);
+    if (nlls.length) span.classList.add(probabilityClass(-nll / 1000));
     if (span.textContent.includes("\n")) span.classList.add("breaks");
-    span.first = token;
-    span.last = last;
-    painted.append(span);
-    offset += units;
-    token = last;
   });
-  answer.replaceChildren(painted);
+  answer.replaceChildren(...spans);
   answer.classList.add("painted");
   answer.tokens = { ids, nlls };
 }
@@ -52,13 +39,12 @@ function line(label, value) {
 
 function fillTip(span) {
   const { ids, nlls } = span.parentNode.tokens, rows = [];
-  const shown = /^\s|\s$|[^\x20-\x7e]/.test(span.textContent) ? JSON.stringify(span.textContent) : span.textContent;
-  rows.push(Object.assign(document.createElement("code"), { textContent: shown }));
+  rows.push(Object.assign(document.createElement("code"), { textContent: visibleText(span.textContent) }));
   if (span.last - span.first > 1) rows.push(line(`${span.last - span.first} tokens make this character`, ""));
   for (let k = span.first; k < span.last; k++) {
     if (nlls.length) {
-      const nll = Number(nlls[k]) / 1000, percent = 100 * Math.exp(-nll);
-      rows.push(line("probability", `${percent >= 10 ? percent.toFixed(1) : percent.toPrecision(2)} %`));
+      const nll = Number(nlls[k]) / 1000;
+      rows.push(line("probability", percentText(-nll)));
       rows.push(line("logprob", nlls[k] === "0" || nlls[k] === "-0" ? "0.000" : (-nll).toFixed(3)));
     }
     rows.push(line("token", ids[k]), line("position", `${k + 1} of ${ids.length}`));
@@ -75,10 +61,7 @@ document.addEventListener("pointerover", (event) => {
   if (!span) return;
   span.classList.add("pointed");
   fillTip(span);
-  const box = span.getClientRects()[0] ?? span.getBoundingClientRect(), tipBox = tip.getBoundingClientRect();
-  const above = box.top - tipBox.height - 6;
-  tip.style.left = `${Math.max(6, Math.min(box.left, innerWidth - tipBox.width - 6))}px`;
-  tip.style.top = `${above > 6 ? above : box.bottom + 6}px`;
+  placeTip(tip, span);
 });
 document.addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });
 

@@ -8,9 +8,11 @@ page large, so each answer has a few attributes with the numbers of all its toke
 
 import hashlib
 import math
+import re
 from base64 import b64encode
 from collections.abc import Sequence
 from datetime import datetime
+from pathlib import Path
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -57,8 +59,12 @@ _TEMPLATES.filters.update(
     initially_open=_initially_open,
     sort_key=_sort_key,
 )
+TOKEN_SCRIPT = Path(__file__).with_name("token_text.js")
+"""An ES module that the console uses too. The page is one classic script, which exports nothing."""
 _SCRIPT = (
-    _TEMPLATES.loader.get_source(_TEMPLATES, "rollout_page.js")[0] if _TEMPLATES.loader else ""
+    '"use strict";\n'
+    + re.sub(r"^export ", "", TOKEN_SCRIPT.read_text(), flags=re.MULTILINE)
+    + Path(__file__).with_name("rollout_page.js").read_text()
 )
 _SCRIPT_HASH = b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
 

@@ -1,8 +1,8 @@
 // Tokens of an answer as coloured text, and the tip that says what a token is.
 
 import { fill, h, number, signed } from "./dom.js";
+import { percentText, placeTip, probabilityClass, tokenElements, visibleText } from "./token_text.js";
 
-const PROBABILITY_BINS = [0.9, 0.5, 0.2, 0.05, 0.01];
 export const MODES = [["probability", "probability"], ["advantage", "advantage"], ["gap", "gap between sampler and trainer"], ["mask", "trained or not"], ["none", "no colours"]];
 
 const tip = h("div", { id: "tip", role: "tooltip", hidden: true });
@@ -19,18 +19,7 @@ export function answerElement(turn, rollout, mode) {
     element.textContent = turn.answer ?? "";
     return element;
   }
-  const controls = new Set(turn.control_pieces ?? []);
-  let offset = 0, token = 0;
-  sizes.forEach((size, piece) => {
-    const [units, count] = size.split("*").map(Number), span = document.createElement("span");
-    span.textContent = turn.answer.slice(offset, offset + units);
-    span.first = token;
-    span.last = token + (count || 1);
-    if (controls.has(piece)) span.classList.add("control");
-    element.append(span);
-    offset += units;
-    token = span.last;
-  });
+  element.append(...tokenElements(turn.answer, sizes, new Set(turn.control_pieces ?? [])));
   paint(element, mode);
   return element;
 }
@@ -48,8 +37,7 @@ export function paint(element, mode) {
 function className(mode, turn, rollout, span) {
   if (mode === "probability" && turn.logprobs) {
     const logprob = turn.logprobs.slice(span.first, span.last).reduce((sum, each) => sum + (each ?? 0), 0);
-    const bin = PROBABILITY_BINS.findIndex((lowest) => Math.exp(logprob) >= lowest);
-    return `q${bin < 0 ? PROBABILITY_BINS.length : bin}`;
+    return probabilityClass(logprob);
   }
   if (mode === "mask") return turn.is_trained ? "trained" : "untrained";
   if (mode === "advantage") {
@@ -75,17 +63,15 @@ export function onTokenChosen(listener, signal) {
 
 function fillTip(span) {
   const { turn, rollout } = span.parentNode, lines = [];
-  const text = /^\s|\s$|[^\x20-\x7e]/.test(span.textContent) ? JSON.stringify(span.textContent) : span.textContent;
   const line = (label, value) => lines.push(h("div", {}, h("span", {}, label), value));
-  lines.push(h("code", {}, text));
+  lines.push(h("code", {}, visibleText(span.textContent)));
   if (span.last - span.first > 1) line(`${span.last - span.first} tokens make this character`, "");
   for (let token = span.first; token < span.last; token++) {
     const logprob = turn.logprobs?.[token];
     line("token", String(turn.answer_ids?.[token] ?? "–"));
     if (logprob !== undefined && logprob !== null) {
-      const percent = 100 * Math.exp(logprob);
       line("logprob", String(logprob));
-      line("probability", `${percent >= 10 ? percent.toFixed(1) : percent.toPrecision(2)} %`);
+      line("probability", percentText(logprob));
     }
     const gap = tokenGap(turn, token);
     if (gap !== null) line("trainer − sampler", gap === 0 ? "0" : gap.toExponential(2));
@@ -104,9 +90,7 @@ function show(span) {
   if (!span) return;
   span.classList.add("pointed");
   fillTip(span);
-  const box = span.getClientRects()[0] ?? span.getBoundingClientRect(), size = tip.getBoundingClientRect(), above = box.top - size.height - 6;
-  tip.style.left = `${Math.max(6, Math.min(box.left, innerWidth - size.width - 6))}px`;
-  tip.style.top = `${above > 6 ? above : box.bottom + 6}px`;
+  placeTip(tip, span);
 }
 
 document.addEventListener("pointerover", (event) => show(event.target instanceof Element ? event.target.closest(".answer > span") : null));
