@@ -36,9 +36,11 @@ export function signed(value) {
   return value === null || value === undefined ? "–" : (value > 0 ? "+" : "") + number(value);
 }
 
-/** Return seconds as "41 s", "12 min" or "3 h 5 min". */
+/** Return seconds as "120 ms", "1.5 s", "41 s", "12 min" or "3 h 5 min". */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
+  if (seconds > 0 && seconds < 1) return `${Math.round(seconds * 1000)} ms`;
+  if (seconds < 10) return `${Number(seconds.toFixed(1))} s`;
   if (seconds < 90) return `${Math.round(seconds)} s`;
   const minutes = Math.round(seconds / 60);
   return minutes < 90 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;

@@ -32,7 +32,7 @@ export async function groupView(area, { run, params, signal, onKey }) {
         area.querySelectorAll(".answer").forEach((element) => element.turn && paint(element, value));
         drawLegend(value);
       }, "colours of tokens"))),
-    h("p", { class: "facts" }, `${answer.rollouts.length} answers, mean reward ${number(rewards.reduce((a, b) => a + b, 0) / (rewards.length || 1))}, sampled with the weights of step ${number(answer.sampler_step)}. `,
+    h("p", { class: "facts" }, `${answer.rollouts.length} answers, mean reward ${number(rewards.reduce((a, b) => a + b, 0) / (rewards.length || 1))}, sampled with ${weightsText(answer.sampler_step, Number(step))}. `,
       h("span", { class: "soft" }, high > low ? "The rewards differ, so the group has advantages." : "All rewards are equal, so the group teaches nothing.")),
     h("p", { class: "token-legend soft" }));
   function drawLegend(value) {
@@ -65,6 +65,13 @@ export async function groupView(area, { run, params, signal, onKey }) {
     else if (event.key === "n") area.querySelector("a[rel=next]")?.click();
     else if (event.key === "p") area.querySelector("a[rel=prev]")?.click();
   });
+}
+
+/** Say which weights sampled the group, and how many steps they are behind those that it trains. */
+function weightsText(sampled, trained) {
+  if (sampled === null || sampled === undefined) return "weights of an unknown step";
+  const lag = trained - sampled;
+  return `the weights of step ${number(sampled)}${lag > 0 ? `, ${number(lag)} ${lag === 1 ? "step" : "steps"} behind (off-policy)` : ""}`;
 }
 
 const LEGENDS = {
