@@ -1,7 +1,9 @@
 """Engines outside of the caller's process: one in a spawned process, or several replicas on Ray.
 
-host.py             runs an engine for a caller in another process
-link.py             the connection between the two, as an interface
-process.py          a link to a spawned process
-remote_engine.py    `Service` on a link
+fleet.py            `Service` in front of several replicas
+samplers.py, training.py, routing.py, replica_set.py, replica.py
+                    the parts of a fleet
+remote_engine.py    `Service` on one engine in another process
+link.py             the connection to that engine: process.py, or ray_link.py
+host.py             the engine's side of the connection
 """
