@@ -137,7 +137,7 @@ class Actions:
         given = request.get("tokens") or request.get("text")
         is_text = isinstance(given, str) and len(given) <= _MAX_CONTINUATION_TEXT
         is_tokens = isinstance(given, list) and all(type(token) is int for token in given)
-        if not (is_text or is_tokens):
+        if not isinstance(given, str | list) or not (is_text or is_tokens):
             raise BadRequest("continue needs tokens, a list of ids, or a text")
         with self._lock:
             turn = continued(

@@ -9,6 +9,7 @@ samples of the same weights, or of those of `checkpoint`. The seed of the new sa
 the seed of the recorded turn and the place, so the same question has the same answer.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,13 +123,14 @@ def continued(
         prompt_logprobs_last_n=len(tokens),
     ).result()
     [sequence] = response.sequences
-    given = list(response.prompt_logprobs or [])[-len(tokens) :]
+    prompt_logprobs = list(response.prompt_logprobs or [])[-len(tokens) :]
+    given = [math.nan if logprob is None else logprob for logprob in prompt_logprobs]
     all_tokens = [*tokens, *sequence.tokens]
     pieces = DisplayDetokenizer(tokenizer).pieces(all_tokens)
     return {
         "answer": "".join(piece.text for piece in pieces),
         "answer_ids": all_tokens,
-        "logprobs": shortest_floats([*(given or [None] * len(tokens)), *sequence.logprobs]),
+        "logprobs": shortest_floats([*(given or [math.nan] * len(tokens)), *sequence.logprobs]),
         "piece_lengths": " ".join(piece.length_code for piece in pieces),
         "control_pieces": [index for index, piece in enumerate(pieces) if piece.is_control],
         "stop_reason": sequence.stop_reason,

@@ -8,7 +8,7 @@ import json
 import sqlite3
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -73,7 +73,7 @@ class ServerAnswers(Answers):
     def _read_database(self, query: Callable[[sqlite3.Connection], T]) -> T:
         return anyio.from_thread.run(self._server.store.read, query)
 
-    def _in_loop(self, work: Callable[[], Awaitable[T]]) -> T:
+    def _in_loop(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return anyio.from_thread.run(work)
 
     def _sees(self, tenant: str) -> bool:
