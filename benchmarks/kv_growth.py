@@ -81,7 +81,7 @@ def served(decoder: Decoder, reserves: str, options: argparse.Namespace) -> tupl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--max-tokens", type=int, default=8000)

@@ -350,6 +350,8 @@ def test_text_after_an_input_continues_its_positions(vision_decoder):
     whole = read_input(model_input.append(added), vision_decoder.images)
     assert extended.tokens == whole.tokens
     assert extended.images == whole.images
+    assert extended.rope_positions is not None
+    assert whole.rope_positions is not None
     assert extended.rope_positions.tolist() == whole.rope_positions.tolist()
     assert extended.rope_offset == whole.rope_offset != 0
 

@@ -87,7 +87,7 @@ def test_samples_on_a_gpu_move_to_larger_slots_and_resume(decoder, with_kernels,
     answers, moved = [], []
     move = GappedKVPool.move
 
-    def noted(pool: KVPool, owners: list, target: KVPool) -> None:
+    def noted(pool: GappedKVPool, owners: list, target: KVPool) -> None:
         moved.extend(owners)
         move(pool, owners, target)
 

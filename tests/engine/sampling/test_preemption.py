@@ -133,7 +133,7 @@ def mixed_jobs(decoder: Decoder) -> list[Job]:
     return [
         (
             request(
-                common[: random.integers(0, 150)] + tokens(random.integers(1, 90), seed=i),
+                common[: random.integers(0, 150)] + tokens(int(random.integers(1, 90)), seed=i),
                 int(random.integers(1, 4)),
                 seed=i,
                 max_tokens=int(random.integers(40, 120)),
