@@ -24,7 +24,7 @@ records.py documents the other columns, models/step_metrics.py the table `steps`
 the table `crash_guard`.
 """
 
-VERSION = 2
+VERSION = 1
 """The version of the tables. The database stores it, and a server opens only its own version."""
 
 SCHEMA = """
