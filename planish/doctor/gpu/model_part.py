@@ -138,10 +138,10 @@ class ModelPart:
             self._report(Line(what, "not run here: decoding steps are no CUDA graphs"))
 
     def _decode(
-        self, base: BaseModel, adapter: Adapter, rows: int, what: str, **params: float
+        self, base: BaseModel, adapter: Adapter, rows: int, what: str, top_p: float = 1.0
     ) -> None:
         """Report the milliseconds of a step."""
-        with self._decoding(base, adapter, rows, self._sizes.steps, **params):
+        with self._decoding(base, adapter, rows, self._sizes.steps, top_p):
             start_time = time.perf_counter()
             for _ in range(self._sizes.steps):
                 base.sampler.step()
@@ -158,7 +158,7 @@ class ModelPart:
 
     @contextmanager
     def _decoding(
-        self, base: BaseModel, adapter: Adapter, rows: int, steps: int, **params: float
+        self, base: BaseModel, adapter: Adapter, rows: int, steps: int, top_p: float = 1.0
     ) -> Iterator[None]:
         """Run `steps` decoding steps in the block, in which all samples run."""
         sampler, samples = base.sampler, max(n for n in range(1, 9) if rows % n == 0)
@@ -169,8 +169,8 @@ class ModelPart:
         )
         warm_up = 2 * prompt_steps + WARM_UP_STEPS
         options = SamplingParams(
-            max_tokens=warm_up + steps + SPARE_TOKENS, stop=[], seed=0, **params
-        )  # type: ignore[arg-type]
+            max_tokens=warm_up + steps + SPARE_TOKENS, stop=[], seed=0, top_p=top_p
+        )
         futures: list[Future[SampleResponse]] = []
         for _ in range(prompts):
             tokens = self._rng.integers(0, 250, self._sizes.prompt_tokens).tolist()
