@@ -21,6 +21,8 @@ EXTRAS = {
     "inspect": "evaluation with Inspect",
     "notebooks": "the tutorial as a notebook",
     "verifiers": "environments of the verifiers library",
+    "images": "models that read images",
+    "ray": "several devices, or a cluster",
     "dev": "planish's own tests",
 }
 """The purpose of each extra of the package."""

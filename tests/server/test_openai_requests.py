@@ -243,7 +243,7 @@ def test_an_error_that_mentions_tools_names_the_parameter_at_fault(http: httpx.C
         ([{**system, "content": None}, *HELLO], "messages[0] has no content"),
         (
             [{**system, "content": [{"type": "image"}]}, *HELLO],
-            "messages[0], content[0] is of type 'image'",
+            "messages[0].content[0] is an image, and Qwen/Qwen3-4B-Instruct-2507 reads only text",
         ),
     ):
         for tools in ([], [TOOL]):
