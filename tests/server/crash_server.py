@@ -28,7 +28,7 @@ import uvicorn
 from disk_shim import Shim, configure, kill_between_calls, preloaded
 from server_client import make_core
 
-from planish.engine.checkpoints.store import CheckpointStore
+from planish.engine.checkpoints import store as checkpoints
 from planish.engine.engine import Engine
 from planish.server.durable import crash_guard, crash_points, store
 from planish.server.http.app import create_app
@@ -186,8 +186,8 @@ def _run_out_of_memory(number: int) -> None:
 
     store.Transaction.execute = failing(store.Transaction.execute)
     store.Transaction.store_body = failing(store.Transaction.store_body)
-    CheckpointStore._write = failing(CheckpointStore._write)
-    CheckpointStore._link = failing(CheckpointStore._link)
+    checkpoints._write = failing(checkpoints._write)
+    checkpoints.CheckpointStore._link = failing(checkpoints.CheckpointStore._link)
 
 
 def _die_at(limit: float, mark: Path) -> None:

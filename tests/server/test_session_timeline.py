@@ -4,6 +4,7 @@ import json
 import sqlite3
 import time
 from contextlib import closing
+from typing import Any
 
 import httpx
 import pytest
@@ -21,8 +22,8 @@ from planish.server.settings import HttpSettings
 from planish.service import LoadWeights
 
 
-def decoded(content: bytes) -> list[tuple[int, bytes | int]]:
-    """Return the fields of a protobuf message with their numbers."""
+def decoded(content: bytes) -> list[tuple[int, Any]]:
+    """Return the fields of a protobuf message, bytes or int, with their numbers."""
     fields, place = [], 0
 
     def varint() -> int:
@@ -112,7 +113,7 @@ def test_slices_of_one_track_are_nested():
         timed(3, 12.0, 13.0, None, state="accepted"),
     ]
     content = perfetto_trace(SessionTimeline("a", ["a:train:0"], requests, 0), now=14.0)
-    packets = [dict(decoded(bytes(packet))) for _, packet in decoded(content)]  # type: ignore[arg-type]
+    packets = [dict(decoded(packet)) for _, packet in decoded(content)]
     tracks = [dict(decoded(packet[60])) for packet in packets if 60 in packet]
     assert [track[2] for track in tracks] == [b"session a", b"a:train:0", b"a:train:0"]
     assert [track.get(5) for track in tracks] == [None, 1, 1]

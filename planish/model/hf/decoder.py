@@ -105,7 +105,8 @@ class TransformersDecoder:
         inputs: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None]}
         if positions.dim() == 2:
             assert self.vision is not None
-            inputs = self.vision.inputs(tokens, self._model.get_input_embeddings())
+            embed: nn.Module = self._model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+            inputs = self.vision.inputs(tokens, embed)
             inputs["position_ids"] = positions[:, None]
         with run.running():
             output = self._model(**inputs, use_cache=False)

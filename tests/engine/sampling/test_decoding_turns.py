@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,13 +28,14 @@ CPU = torch.device("cpu")
 
 def samples(awaits_mask: bool = False, **counts: int) -> list[RunningSample]:
     """Return samples without tensors: `counts` of each owner."""
-    return [
+    found: list[Any] = [
         SimpleNamespace(
             request=SimpleNamespace(op=SimpleNamespace(cache_owner=owner)), awaits_mask=awaits_mask
         )
         for owner, count in counts.items()
         for _ in range(count)
     ]
+    return found
 
 
 def steps(
@@ -110,9 +112,9 @@ def run(
     sampler, sizes, futures = Sampler(decoder, SamplerSettings(), lambda _: ""), set[int](), []
     choose = sampler._turns.choose
 
-    def noted(running: Sequence[RunningSample]) -> Sequence[RunningSample]:
-        chosen = choose(running)
-        if len(chosen) < len(running):
+    def noted(samples: Sequence[RunningSample]) -> Sequence[RunningSample]:
+        chosen = choose(samples)
+        if len(chosen) < len(samples):
             sizes.add(len(chosen))
         return chosen
 

@@ -198,10 +198,11 @@ def attend(
         q.new_empty(q.shape[:2], dtype=torch.float32),
     )
     shape = _Shape.of(q, k)
+    windowed: Any = table.window is not None  # a constexpr
     forward[(len(table.query_items), shape.heads)](
         q, k, v, out, lse, sinks, table.subtree_end, table.positions, table.query_items, table.lists,
         q.stride(0), k.stride(0), v.stride(0), len(q), table.window or 0, shape.factor,
-        WINDOWED=table.window is not None, **shape.constants, **table.tiles.forward.options,
+        WINDOWED=windowed, **shape.constants, **table.tiles.forward.options,
     )  # fmt: skip
     return out, lse
 
@@ -220,17 +221,18 @@ def attend_backward(
     )
     delta = torch.empty_like(lse)
     strides = (grad.stride(0), q.stride(0), k.stride(0), v.stride(0))
+    windowed: Any = table.window is not None  # a constexpr
     backward_queries[(len(table.query_items), shape.heads)](
         grad, q, k, v, out, lse, delta, grad_q, table.subtree_end, table.positions, table.query_items,
         table.lists, *strides, len(q), table.window or 0, shape.factor, shape.scale,
-        WINDOWED=table.window is not None, **shape.constants, **table.tiles.backward_queries.options,
+        WINDOWED=windowed, **shape.constants, **table.tiles.backward_queries.options,
     )  # fmt: skip
     cut = table.tiles.backward_keys
     parts = lse.new_empty((max(table.places, 1), shape.heads, 2, cut.keys, shape.width))
     backward_keys[(len(table.key_items), shape.heads)](
         grad, q, k, v, lse, delta, grad_k, grad_v, parts, table.subtree_end, table.positions, table.key_items,
         *strides, len(q), table.window or 0, shape.factor, shape.scale,
-        WINDOWED=table.window is not None, **shape.constants, **cut.options,
+        WINDOWED=windowed, **shape.constants, **cut.options,
     )  # fmt: skip
     if len(table.sums):
         constants: dict[str, Any] = {"N": cut.keys, "ROWS": _SUM_ROWS, **shape.constants}

@@ -153,8 +153,9 @@ class Batch:
             for theirs, ours in ((home.keys, own.keys), (home.values, own.values))
         )
         scores = (keys @ q.double().unsqueeze(-1)).squeeze(-1) * self.shape.head_dim**-0.5
-        if self.windows[layer] is not None:
-            scores[:, : -self.windows[layer]] = -torch.inf
+        window = self.windows[layer]
+        if window is not None:
+            scores[:, :-window] = -torch.inf
         if self.sinks is not None:
             scores = torch.cat([scores, self.sinks.double().unsqueeze(1)], 1)
         weights = scores.softmax(-1)[:, : values.shape[1]]
