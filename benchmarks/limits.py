@@ -269,12 +269,6 @@ def seconds(calls: Sequence[Callable[[], Any]]) -> float:
     return machine_limits.seconds(calls, DEVICE)
 
 
-def synchronize() -> None:
-    """Wait until the GPU, if there is one, has finished its work."""
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def measure_read_bandwidth(size: int = BANDWIDTH_BYTES) -> float:
     """Return the bytes per second for reading memory (see machine_limits.py)."""
     return machine_limits.read_bandwidth(DEVICE, size)

@@ -83,7 +83,7 @@ class EvaluationAnswers:
 
     def evals(self, parameters: Parameters) -> Row:
         """Return the list of evaluations."""
-        return {"evals": [reader.summary() for reader in self._all()]}
+        return {"evals": [reader.summary() for reader in _refreshed(self._all())]}
 
     def eval_questions(self, parameters: Parameters) -> Row:
         """Return each question of some evaluations with its mean reward in each of them; null where
@@ -123,7 +123,7 @@ class EvaluationAnswers:
         for name in names:
             if name not in by_id:
                 raise LookupError(f"there is no evaluation {name[:200]!r}")
-        return [by_id[name] for name in names]
+        return _refreshed([by_id[name] for name in names])
 
     def _all(self) -> list[EvaluationReader]:
         found = self._catalog.evaluations()
@@ -131,10 +131,14 @@ class EvaluationAnswers:
             eval_id: self._readers.get(eval_id) or EvaluationReader(path, eval_id)
             for eval_id, path in found.items()
         }
-        readers = [self._readers[eval_id] for eval_id in sorted(self._readers)]
-        for reader in readers:
-            reader.refresh()
-        return readers
+        return [self._readers[eval_id] for eval_id in sorted(self._readers)]
+
+
+def _refreshed(readers: list[EvaluationReader]) -> list[EvaluationReader]:
+    """Read the new rows of some evaluations."""
+    for reader in readers:
+        reader.refresh()
+    return readers
 
 
 def _mean(rows: list[Row]) -> float | None:

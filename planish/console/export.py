@@ -26,7 +26,7 @@ SHARED = {"palette.css": PALETTE, "token_text.js": TOKEN_SCRIPT}
 _VIEWS = ("curves", "evaluations", "checkpoints", "findings", "options")
 _MAX_POINTS = 1000
 """MAX_POINTS of static/curves.js."""
-_TEMPLATES = Environment(
+TEMPLATES = Environment(
     loader=PackageLoader("planish.console", "pages"), autoescape=True, undefined=StrictUndefined
 )
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([a-z_]+)\.js";\n', re.MULTILINE)
@@ -46,7 +46,7 @@ def export_page(answers: Answers, runs: Sequence[str], to_json: Callable[[Any], 
     css = "\n".join(path.read_text() for path in styles)
     # In a JSON string "<" may be written as an escape, so no text can end the element.
     embedded = to_json(data).replace(b"<", b"\\u003c").decode()
-    return _TEMPLATES.get_template("export.html").render(
+    return TEMPLATES.get_template("export.html").render(
         base="",
         note="exported",
         title=", ".join(runs),

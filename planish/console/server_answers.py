@@ -178,8 +178,13 @@ class ServerAnswers(Answers):
         metadata.
         """
         words = parameters.text("text").lower().split()
+
+        def matches(row: Row) -> bool:
+            text = _searched_text(row)
+            return all(word in text for word in words)
+
         found = self._read_database(self._select_sessions)
-        rows = [row for row in found if all(word in _searched_text(row) for word in words)]
+        rows = [row for row in found if matches(row)]
         return {"sessions": rows[:_MAX_SESSIONS], "is_cut": len(rows) > _MAX_SESSIONS}
 
     def _select_sessions(self, db: sqlite3.Connection) -> list[Row]:

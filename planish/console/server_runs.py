@@ -86,7 +86,7 @@ class ServerRun(RunReader):
         return self.last_request
 
     def problems(self) -> list[str]:
-        """Return why the run takes no more requests, if this is so."""
+        """Return []: a server's rows are never damaged."""
         return []
 
     def code_diff(self) -> str:

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
@@ -33,7 +32,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from planish.console.answers import Answers, BadRequest, Parameters
-from planish.console.export import SHARED, export_page
+from planish.console.export import SHARED, TEMPLATES, export_page
 from planish.logtree.nodes import plain
 from planish.server.http.origins import host_name, is_loopback
 
@@ -60,16 +59,13 @@ _HEADERS = {
     "cache-control": "no-cache",
 }
 _log = logging.getLogger("planish.console")
-_TEMPLATES = Environment(
-    loader=PackageLoader("planish.console", "pages"), autoescape=True, undefined=StrictUndefined
-)
 
 
 def shell_page(views: Sequence[str], base: str = "", *, has_keys: bool = False) -> str:
     """Return the HTML frame of the views. The first of `views` is at the address `base`, and the
     others are below it. With `has_keys`, a person logs in with a key.
     """
-    return _TEMPLATES.get_template("shell.html").render(
+    return TEMPLATES.get_template("shell.html").render(
         base=base, views=" ".join(views), has_keys=has_keys, note=""
     )
 

@@ -412,7 +412,8 @@ class SeparateKVPool(KVPool):
             old_slot = owner.slot
             target.allocate(owner)
             target._contents(owner.slot)[..., : self.capacity, :] = self._contents(old_slot)
-            self._free_slots([old_slot])
+            del self._slots[old_slot]  # at once, so that few owners have two slots
+        self._list_owners()
 
     def views(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of a slot in one layer: [heads, capacity, head_dim]."""
@@ -459,6 +460,9 @@ class SeparateKVPool(KVPool):
     def _free_slots(self, slots: Sequence[int]) -> None:
         for slot in slots:
             del self._slots[slot]
+        self._list_owners()
+
+    def _list_owners(self) -> None:
         self.owners = [owner for owner, _ in self._slots.values()]
 
 

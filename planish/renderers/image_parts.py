@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import re
 from typing import Any
@@ -60,7 +59,7 @@ def chunk_of_data_url(url: str, where: str) -> ImageChunk:
         )
     try:
         data = base64.b64decode(url[match.start(2) :], validate=True)
-    except (binascii.Error, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"{where} has a data URL that is not base64") from error
     return _chunk(data, "png" if match[1].lower() == "png" else "jpeg", where)
 

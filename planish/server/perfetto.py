@@ -12,6 +12,7 @@ messages need six fields each, and a test reads the result with Perfetto's own P
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from planish.server.session_timeline import SessionTimeline, TimedRequest
@@ -26,9 +27,11 @@ def perfetto_trace(timeline: SessionTimeline, now: float) -> bytes:
     """Return the trace. A request without an answer ends at `now`, in seconds since 1970."""
     parts = [_track(_SESSION_TRACK, f"session {timeline.session_id}", None)]
     next_track = _SESSION_TRACK + 1
+    requests_of = defaultdict[str, list[TimedRequest]](list)
+    for request in timeline.requests:
+        requests_of[request.owner].append(request)
     for owner in timeline.owners:
-        requests = [request for request in timeline.requests if request.owner == owner]
-        for lane in _lanes(requests, now):
+        for lane in _lanes(requests_of[owner], now):
             parts.append(_track(next_track, owner, _SESSION_TRACK))
             for request in lane:
                 parts.extend(_slices(request, next_track, now))

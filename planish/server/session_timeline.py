@@ -8,7 +8,7 @@ OpenAI clients, which keep their connection open, are not journaled.
 from __future__ import annotations
 
 import sqlite3
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planish.server.durable.links import LinkSigner
 from planish.server.durable.records import ModelRow, Record, SamplerRow, select, select_keys
@@ -96,7 +96,7 @@ class Timelines:
         requests = [
             request
             if request.begun is not None or request.id not in begun
-            else TimedRequest(**{**vars(request), "begun": begun[request.id]})
+            else replace(request, begun=begun[request.id])
             for request in timeline.requests
         ]
         return SessionTimeline(session_id, timeline.owners, requests, timeline.num_left_out)

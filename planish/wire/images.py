@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from typing import Any
 
-from planish.errors import PlanishError, UnsupportedError, UserError
+from planish.errors import UnsupportedError, UserError
 from planish.images import MAX_IMAGE_BYTES, ImageChunk
 from planish.wire.fields import Fields
 
@@ -33,11 +32,10 @@ def write_image(chunk: ImageChunk, message: Any) -> None:
 
 def image_from_json(fields: Fields) -> ImageChunk:
     """Read an image chunk from its JSON object, whose `type` has been read."""
+    text = fields.text("data", MAX_IMAGE_CHARACTERS)
     try:
-        data = base64.b64decode(fields.text("data", MAX_IMAGE_CHARACTERS), validate=True)
-    except (binascii.Error, ValueError) as error:
-        if isinstance(error, PlanishError):
-            raise
+        data = base64.b64decode(text, validate=True)
+    except ValueError as error:
         raise UserError(f"{fields.path('data')} is not base64; encode the image's file") from error
     expected_tokens = fields.optional(fields.integer, "expected_tokens")
     return _image(data, fields.text("format"), expected_tokens, fields.path("data"))

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,8 @@ class GpuReport:
                 result = run()
             except OSError as error:
                 result = PartResult(FAILED, f"{type(error).__name__}: {error}")
-            fields = {**result.__dict__, "seconds": round(time.monotonic() - start_time, 1)}
-            self._file.add(name, PartResult(**fields))
+            seconds = round(time.monotonic() - start_time, 1)
+            self._file.add(name, replace(result, seconds=seconds))
             if result.status != DONE:
                 self._options.say(f"  {result.status}: {_first_line(result.reason)}")
         names = [name for name, _ in self._parts()]

@@ -154,8 +154,9 @@ def decode_estimate(
 
 def attended_bytes(config: ModelConfig, context: int, itemsize: int) -> float:
     """Return the bytes of keys, values and recurrent states that one row of a step reads."""
-    windows = config.windows or (None,) * config.num_layers
-    positions = sum(min(context, windows[layer] or context) for layer in config.attention_layers)
+    positions = sum(
+        min(context, config.window(layer) or context) for layer in config.attention_layers
+    )
     kv_bytes = 2.0 * config.num_kv_heads * config.head_dim * positions * itemsize
     if config.delta_net is None:
         return kv_bytes

@@ -46,6 +46,8 @@ class DecodingTurns:
             return samples
         counts = Counter(sample.request.op.cache_owner for sample in samples)
         few = {owner for owner, count in counts.items() if count <= _FEW * len(samples)}
+        if not few:
+            return samples
         chosen = [
             sample
             for sample in samples

@@ -131,13 +131,13 @@ def _of_run(directory: Path) -> Iterator[_Evaluation]:
     reader.refresh_rollouts()
     table = reader.rollouts
     model = str(reader.config.get("model_name") or "unknown")
+    created = datetime.fromtimestamp(reader.updated() or 0.0, UTC)
     for split, _ in table.choices("split"):
         if not split.startswith("eval/"):
             continue
         rows = [table.row(index) for index in table.select(Filter(split=split))]
         for step in sorted({row["step"] for row in rows}):
             samples = [_of_rollout(reader, row, model) for row in rows if row["step"] == step]
-            created = datetime.fromtimestamp(reader.updated() or 0.0, UTC)
             name = f"{split.removeprefix('eval/')}-step-{step}"
             options = {"run": directory.name, "step": step, **reader.flat_config()}
             yield _Evaluation(name, model, created, samples, _mean_reward(samples), options)

@@ -27,6 +27,7 @@ from planish.model.inspection.probing import (
     is_linear,
     quiet,
 )
+from planish.model.inspection.vision import auto_class
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.interface import AdapterBatch, Attend
 from planish.model.lora import LoraWeights
@@ -118,18 +119,17 @@ class TransformersDecoder:
 def load_model(directory: Path, has_vision: bool, dtype: torch.dtype) -> Any:
     """Return the model in `directory` with planish's attention, its weights memory-mapped.
 
-    `has_vision`: whether to load a vision tower too, which keeps torch's attention. Raises UnsupportedError if the weights are pickled, and DamagedFileError if they do not fit the
-    model.
+    `has_vision`: whether to load a vision tower too, which keeps torch's attention. Raises
+    UnsupportedError if the weights are pickled, and DamagedFileError if they do not fit the model.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AttentionInterface
 
     weight_files(directory)
     AttentionInterface.register(ATTENTION, attention)
     try:
         with quiet():
-            auto_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
             parts = {"": ATTENTION, "text_config": ATTENTION, "vision_config": "sdpa"}
-            loaded: Any = auto_class.from_pretrained(
+            loaded: Any = auto_class(has_vision).from_pretrained(
                 directory,
                 dtype=dtype,
                 attn_implementation=parts if has_vision else ATTENTION,

@@ -17,10 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from planish.errors import UnsupportedError
-from planish.model.inspection.modules import MAX_LAYERS, HFLinear, HFModules
+from planish.model.inspection.modules import (
+    MAX_LAYERS,
+    HFLinear,
+    HFModules,
+    base_model_name,
+    text_part_name,
+)
 from planish.model.inspection.probing import (
     AttentionCall,
-    base_model_name,
     expert_linear_names,
     find_head_function,
     first_line,
@@ -188,7 +193,7 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
         ]
         weight_shapes = tuple((n, tuple(w.shape)) for n, w in model.named_parameters())
         base_name = base_model_name(layers_name)
-        text_model = layers_name.rpartition(".")[0] if vision else base_name
+        text_model = text_part_name(layers_name, vision is not None)
         calls = record_attention(model, model.get_submodule(text_model), max_context)
         _check_one_call_per_layer(calls, layers_name, len(layer_linears))
         _check_attention(calls)
@@ -233,7 +238,9 @@ def meta_model(config: Any) -> Any:
 
     try:
         with torch.device("meta"):
-            model = auto_class(config).from_config(config, attn_implementation="eager")
+            model = auto_class(is_vision_type(config.model_type)).from_config(
+                config, attn_implementation="eager"
+            )
     except Exception as error:  # Model classes raise many kinds of errors for odd configs.
         raise UnsupportedError(f"transformers cannot create it: {first_line(error)}") from error
     return model.eval().requires_grad_(False)

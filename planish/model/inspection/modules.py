@@ -68,12 +68,12 @@ class HFModules:
     @property
     def text_model_name(self) -> str:
         """The name of the module that has the embedding, the layers and the last norm."""
-        return self.layers_name.rpartition(".")[0] if self.vision else self.base_name
+        return text_part_name(self.layers_name, self.vision is not None)
 
     @property
     def base_name(self) -> str:
         """The name of the part of the model below its head."""
-        return self.layers_name.partition(".")[0]
+        return base_model_name(self.layers_name)
 
     @cached_property
     def num_experts_by_name(self) -> dict[str, int]:
@@ -91,3 +91,13 @@ class HFModules:
             if linear.name == name:
                 return linear
         raise KeyError(name)
+
+
+def base_model_name(layers_name: str) -> str:
+    """Return the name of the part of a causal language model below its head."""
+    return layers_name.partition(".")[0]
+
+
+def text_part_name(layers_name: str, has_vision: bool) -> str:
+    """Return the name of the module that has the embedding, the layers and the last norm."""
+    return layers_name.rpartition(".")[0] if has_vision else base_model_name(layers_name)

@@ -222,11 +222,6 @@ def find_head_function(model: Any, base_name: str, hidden_size: int) -> HeadFunc
     raise UnsupportedError("its logits are no known function of the output of its head")
 
 
-def base_model_name(layers_name: str) -> str:
-    """Return the name of the part of a causal language model below its head."""
-    return layers_name.partition(".")[0]
-
-
 def is_linear(module: Any) -> bool:
     """Return whether a module computes x @ weight.T + bias and nothing else.
 

@@ -29,9 +29,8 @@ def vision_modules(config: Any) -> VisionModules | None:
     )
 
 
-def auto_class(config: Any) -> Any:
-    """Return transformers' class that creates and loads the model of a config."""
+def auto_class(has_vision: bool) -> Any:
+    """Return transformers' class that creates and loads models with or without a vision tower."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    is_vision = is_vision_type(config.model_type)
-    return AutoModelForImageTextToText if is_vision else AutoModelForCausalLM
+    return AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
