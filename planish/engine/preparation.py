@@ -24,6 +24,7 @@ from planish.engine.replication import (
     FinishParts,
     RejectNextStep,
 )
+from planish.engine.training.trainer import TrainingBatch
 from planish.engine.training_models import (
     AddedVersion,
     QueuedCreation,
@@ -143,11 +144,8 @@ class Preparation:
                 return QueuedLoad(op, future, model, loaded_adapter)
             case ForwardBackward():
                 model = self._model_by_id(op.model_id)
-                loss_fn = self._loss_to_compute(op.loss_fn)
-                batch = model.base.trainer.read_batch(
-                    op.data, loss_fn, op.loss_fn_config, op.forward_only
-                )
-                return QueuedForwardBackward(op, future, model, batch)
+                self._loss_to_compute(op.loss_fn)  # counts a substitution
+                return QueuedForwardBackward(op, future, model, self._read_batch(model, op))
             case DeferredForwardBackward():
                 loss_fn = self._loss_to_compute(op.loss_fn)
                 return QueuedDeferredForwardBackward(
@@ -196,11 +194,12 @@ class Preparation:
 
     def micro_batch_rows(self, op: ForwardBackward) -> list[int]:
         """Check an operation, and return the number of computed tokens of each micro-batch."""
-        trainer = self._model_by_id(op.model_id).base.trainer
+        model = self._model_by_id(op.model_id)
+        return model.base.trainer.micro_batch_rows(self._read_batch(model, op))
+
+    def _read_batch(self, model: TrainingModel, op: ForwardBackward | ComputePart) -> TrainingBatch:
         loss_fn = self._substitutes.get(op.loss_fn, op.loss_fn)
-        return trainer.micro_batch_rows(
-            trainer.read_batch(op.data, loss_fn, op.loss_fn_config, op.forward_only)
-        )
+        return model.base.trainer.read_batch(op.data, loss_fn, op.loss_fn_config, op.forward_only)
 
     def _version_by_name(self, name: str) -> AddedVersion:
         added = self.versions.get(name)
@@ -211,9 +210,7 @@ class Preparation:
     def _prepare_part(self, op: ComputePart, future: Future[Any]) -> QueuedPart:
         added = None if op.version is None else self._version_by_name(op.version)
         model = self._model_by_id(op.model_id or "") if added is None else added.model
-        loss_fn = self._substitutes.get(op.loss_fn, op.loss_fn)
-        batch = model.base.trainer.read_batch(op.data, loss_fn, op.loss_fn_config, op.forward_only)
-        return QueuedPart(op, future, model, batch, added)
+        return QueuedPart(op, future, model, self._read_batch(model, op), added)
 
     def _loss_to_compute(self, loss_fn: str) -> str:
         """Return the loss to compute for `loss_fn`: `loss_fn` itself, or its substitute.

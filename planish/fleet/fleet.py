@@ -18,6 +18,7 @@ from planish.engine.replication import AdapterVersion
 from planish.errors import CheckpointError, EngineClosedError, UserError
 from planish.fleet.link import Link, ReplicaLostError
 from planish.fleet.releases import ReleaseQueue
+from planish.fleet.remote_engine import unknown_id
 from planish.fleet.replica import Replica, SharedVersion
 from planish.fleet.replica_set import SILENT_SECONDS, ReplicaSet
 from planish.fleet.samplers import FleetSampler, FleetSamplers
@@ -84,8 +85,7 @@ class Fleet:
             case Sample():
                 future = self._samplers.sample(operation)
             case UnloadModel():
-                if operation.model_id not in self._models:
-                    raise _unknown_model(operation.model_id)
+                self._model(operation.model_id)  # raises UserError for an unknown model
                 future = self._releases.put(operation)
             case ReleaseSampler():
                 future = self._releases.put(_Release(self._samplers.remove(operation.sampler_id)))
@@ -247,13 +247,13 @@ class Fleet:
     def _handle_loss(self, replica: Replica) -> None:
         for model in list(self._models.values()):
             if model.home is replica:
-                model.lose(f"replica {replica.number}")
+                model.lose()
         self._samplers.forget_replica(replica)
 
     def _model(self, model_id: str) -> FleetModel:
         model = self._models.get(model_id)
         if model is None:
-            raise _unknown_model(model_id)
+            raise unknown_id("model", model_id)
         return model
 
     def _call(self, name: str, *args: Any) -> Any:
@@ -275,9 +275,3 @@ class _Release(Operation[None]):
 
     def __init__(self, sampler: FleetSampler) -> None:
         self.sampler = sampler
-
-
-def _unknown_model(model_id: str) -> UserError:
-    return UserError(
-        f"model_id={model_id!r}: there is no such model, or it was unloaded; create one"
-    )

@@ -120,7 +120,7 @@ class RemoteEngine:
         """Return a sampler's base model and checkpoint. Available after `close` too."""
         info = self._samplers.get(sampler_id)
         if info is None:
-            raise _unknown("sampler", sampler_id)
+            raise unknown_id("sampler", sampler_id)
         return info
 
     def tokenizer_directory(self, base_model: str) -> Path:
@@ -174,10 +174,10 @@ class RemoteEngine:
         """
         if isinstance(operation, UnloadModel):
             if operation.model_id not in self._models:
-                raise _unknown("model", operation.model_id)
+                raise unknown_id("model", operation.model_id)
             self._models.discard(operation.model_id)
         elif self._samplers.pop(operation.sampler_id, None) is None:
-            raise _unknown("sampler", operation.sampler_id)
+            raise unknown_id("sampler", operation.sampler_id)
         return self._releases.put(operation)
 
     def run_release(self, operation: Operation[Any]) -> Future[Any]:
@@ -193,9 +193,9 @@ class RemoteEngine:
         model_id = getattr(operation, "model_id", None)
         if model_id is not None and not isinstance(operation, CreateModel):
             if model_id not in self._models:
-                raise _unknown("model", model_id)
+                raise unknown_id("model", model_id)
         elif isinstance(operation, Sample) and operation.sampler_id not in self._samplers:
-            raise _unknown("sampler", operation.sampler_id)
+            raise unknown_id("sampler", operation.sampler_id)
 
     def _cancel(self, call_id: int) -> bool:
         try:
@@ -337,7 +337,8 @@ def _submission(
     )
 
 
-def _unknown(kind: str, identifier: str) -> UserError:
+def unknown_id(kind: str, identifier: str) -> UserError:
+    """Return the error for the id of a `kind` ("model" or "sampler") that does not exist."""
     end = "it was unloaded; create one" if kind == "model" else "it was released; create one"
     return UserError(f"{kind}_id={identifier!r}: there is no such {kind}, or {end}")
 

@@ -38,14 +38,11 @@ class Replica:
     """A replica, which keeps its number when its process is replaced by another one."""
 
     number: int
-    incarnation: int
-    """The fencing number: how often the process was replaced. Only results of the present process
-    count, because each process has an engine object and operations of its own.
-    """
     link: Link
     engine: RemoteEngine
-    is_draining: bool = False
-    """Whether the replica gets no more work."""
+    """The engine of the present process. Only its results count: another process has an engine object
+    and operations of its own.
+    """
     load: int = 0
     """Unfinished sampling work in tokens."""
     num_models: int = 0
@@ -91,10 +88,6 @@ class Replica:
             if name in self._versions:
                 self._versions.discard(name)
                 self.engine.call("drop_version", name)
-
-    def has_sampler(self, sampler_id: str) -> bool:
-        """Return whether the sampler exists here."""
-        return sampler_id in self._samplers
 
     def add_sampler(self, source: SamplerSource) -> None:
         """Create a sampler, unless it is here."""

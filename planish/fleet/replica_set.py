@@ -52,7 +52,7 @@ class ReplicaSet:
         self._base_models: set[str] = set()
         self.is_closing = False
         with ThreadPoolExecutor(num_replicas) as threads:
-            starts = [threads.submit(self._start, number, 0) for number in range(num_replicas)]
+            starts = [threads.submit(self._start, number) for number in range(num_replicas)]
         self.replicas: list[Replica] = []
         """All replicas by number. A lost replica is in the list until it is replaced."""
         try:
@@ -71,11 +71,7 @@ class ReplicaSet:
         """Return the replicas that take work. Wait for a replacement if there are none."""
         with self._changed:
             while True:
-                live = [
-                    replica
-                    for replica in self.replicas
-                    if not replica.is_lost and not replica.is_draining
-                ]
+                live = [replica for replica in self.replicas if not replica.is_lost]
                 if live:
                     return live
                 if not self._num_starting or self.is_closing:
@@ -112,7 +108,7 @@ class ReplicaSet:
             for replica in self.replicas:
                 threads.submit(replica.engine.close, finish)
 
-    def _start(self, number: int, incarnation: int) -> Replica:
+    def _start(self, number: int) -> Replica:
         link = self._start_link()
         # The two callbacks need the replica, which needs the engine.
         created: list[Replica] = []
@@ -121,7 +117,7 @@ class ReplicaSet:
             on_lost=lambda error: self._handle_loss(created, error),
             describe_loss=self._describe_loss,
         )
-        created.append(Replica(number, incarnation, link, engine))
+        created.append(Replica(number, link, engine))
         return created[0]
 
     def _check_machines(self, replicas: list[Replica]) -> None:
@@ -144,10 +140,10 @@ class ReplicaSet:
         """Start a new process for a lost replica."""
         try:
             num_idle_losses = 0 if lost.has_worked else lost.num_idle_losses + 1
-            if num_idle_losses >= _MAX_IDLE_LOSSES or lost.is_draining:
+            if num_idle_losses >= _MAX_IDLE_LOSSES:
                 _log.error("replica %d is not replaced", lost.number)
                 return
-            replica = self._start(lost.number, lost.incarnation + 1)
+            replica = self._start(lost.number)
             replica.num_idle_losses = num_idle_losses
             self._check_machines([*(r for r in self.replicas if r is not lost), replica])
             for name in list(self._base_models):

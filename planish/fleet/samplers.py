@@ -13,6 +13,7 @@ from functools import partial
 from planish.errors import UserError
 from planish.fleet.futures import RemoteFuture, copy_outcome
 from planish.fleet.link import ReplicaLostError
+from planish.fleet.remote_engine import unknown_id
 from planish.fleet.replica import Replica, SamplerSource, SharedVersion
 from planish.fleet.replica_set import ReplicaSet
 from planish.fleet.routing import PrefixTable
@@ -109,13 +110,13 @@ class FleetSamplers:
         """Remove a sampler from the ids in use, before it is released. A finalizer may call this."""
         sampler = self._samplers.pop(sampler_id, None)
         if sampler is None:
-            raise _unknown(sampler_id)
+            raise unknown_id("sampler", sampler_id)
         return sampler
 
     def info(self, sampler_id: str) -> SamplerInfo:
         """Return a sampler's base model and checkpoint."""
         if sampler_id not in self._samplers:
-            raise _unknown(sampler_id)
+            raise unknown_id("sampler", sampler_id)
         return self._samplers[sampler_id].info
 
     def set_source(
@@ -137,7 +138,7 @@ class FleetSamplers:
         """Submit a request to the best replica. Raise UserError for invalid input."""
         sampler = self._samplers.get(operation.sampler_id)
         if sampler is None:
-            raise _unknown(operation.sampler_id)
+            raise unknown_id("sampler", operation.sampler_id)
         sample = FleetSample(operation, sampler)
         with self._lock:
             sampler.num_open += 1
@@ -254,9 +255,3 @@ class FleetSamplers:
                 replica.engine.submit(ReleaseSampler(source.sampler_id))
         if source.shared is not None:
             self._on_unused(source.shared)
-
-
-def _unknown(sampler_id: str) -> UserError:
-    return UserError(
-        f"sampler_id={sampler_id!r}: there is no such sampler, or it was released; create one"
-    )

@@ -84,7 +84,7 @@ def start_fleet(
         )
     if ray is None:
         is_own_cluster = start_cluster(cpus, gpus)
-    per_replica = max(1, cpus // count) if ray is None else max(1, cpus // max(count, default))
+    per_replica = max(1, cpus // max(count, default))
     resources = Resources(1 if uses_gpus else 0, 1 if uses_gpus else per_replica)
     return Fleet(
         lambda: RayLink(options, resources),

@@ -36,6 +36,7 @@ from planish.service import (
     Operation,
     OptimStep,
     SaveWeights,
+    UnloadModel,
 )
 
 _CLOSE_CHECK_SECONDS = 0.5
@@ -145,7 +146,7 @@ class FleetModel:
         with self._lock:
             self._idle.wait_for(lambda: not self._steps)
 
-    def lose(self, reason: str) -> None:
+    def lose(self) -> None:
         """Record that the home replica is lost."""
         remedy = (
             f"load the last checkpoint, {self.last_checkpoint}"
@@ -154,7 +155,7 @@ class FleetModel:
         )
         self.loss = (
             f"model_id={self.model_id!r}: its weights and its optimizer state are lost, because the "
-            f"replica that trained it has ended ({reason}); {remedy}"
+            f"replica that trained it has ended (replica {self.home.number}); {remedy}"
         )
 
     def drop_export(self) -> None:
@@ -167,7 +168,7 @@ class FleetModel:
         here first.
         """
         if self.loss is None:
-            self.lose(f"replica {self.home.number}")
+            self.lose()
         return ReplicaLostError(str(self.loss))
 
     def _check(self) -> None:
@@ -179,8 +180,9 @@ class FleetModel:
         if isinstance(operation, DeferredForwardBackward):
             return len(self._replicas.live()) > 1
         if not isinstance(operation, ForwardBackward) or len(self._replicas.live()) == 1:
-            if self._steps and not isinstance(operation, OptimStep):
-                # The home checks the operation only when its turn comes.
+            if self._steps and not isinstance(operation, OptimStep | UnloadModel):
+                # The home checks the operation only when its turn comes. The check of an unload would
+                # already unload the model.
                 self.home.engine.call("check", operation)
             return False
         return len(self._rows(operation)) > 1 or bool(self._steps)

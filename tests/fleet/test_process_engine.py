@@ -95,10 +95,13 @@ def test_a_program_without_a_main_guard_saves_its_checkpoint_when_it_ends(model_
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(f"""
-        from planish import ServiceClient
+        from planish import Datum, ModelInput, ServiceClient
         client = ServiceClient(models={{"tiny": {str(model_dir)!r}}}, data_dir={str(tmp_path)!r},
                                dtype="float32", engine="process")
         training_client = client.create_lora_training_client("tiny", rank=4, seed=1)
+        datum = Datum(ModelInput.from_ints([1] * 100), {{"target_tokens": [2] * 100}})
+        for _ in range(20):  # the checkpoint waits for these steps when the program ends
+            training_client.forward_backward([datum] * 8, "cross_entropy")
         training_client.save_state("last")
         """)
     )

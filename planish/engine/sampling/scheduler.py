@@ -281,13 +281,13 @@ class Scheduler:
         decoding step.
         """
         request, num_prefilled = sample.request, max(0, len(sample.tokens) - 1)
-        model_input = request.input.extended(sample.tokens[:num_prefilled])
-        length, reservations = len(model_input.tokens), self.reservations
+        length, reservations = len(request.tokens) + num_prefilled, self.reservations
         capacity = reservations.first_capacity(request, length, sample)
         positions = reservations.num_prompt_positions(length)
         positions += reservations.num_sample_positions(capacity, request.is_constrained)
         if len(self.running) >= self.max_batch or not reservations.fits(positions):
             return False
+        model_input = request.input.extended(sample.tokens[:num_prefilled])
         prompt = self._add_prompt(request, model_input, None)
         new_prompts.append(prompt)
         prompt.num_pending_samples = 1
