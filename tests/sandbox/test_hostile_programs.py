@@ -638,22 +638,31 @@ def test_one_test_leaves_nothing_to_the_next(sandbox):
 
 
 def test_many_programs_run_concurrently_up_to_the_limit(sandbox):
-    box = sandbox(wall_seconds=60.0)
+    box = sandbox(wall_seconds=120.0)
     box.concurrency = 3
     mark = f"many-{time.time_ns()}"
-    most = 0
 
-    async def all_of_them():
-        nonlocal most
-        source = "import sys, time\ntime.sleep(0.2)\nprint(sys.argv[2])"
+    def num_running() -> int:
+        return len(children_of(os.getpid(), processes_with(mark)))
+
+    async def run_all(source: str, most: int) -> list[asyncio.Task]:
+        """Start nine programs. Return when all have ended or when `most` of them run at once."""
         runs = [asyncio.create_task(box.run(source, arguments=[mark, str(n)])) for n in range(9)]
-        while not all(one.done() for one in runs):
-            most = max(most, len(children_of(os.getpid(), processes_with(mark))))
+        while not all(one.done() for one in runs) and (running := num_running()) < most:
+            assert running <= 3
             await asyncio.sleep(0.01)
-        return [one.result().stdout for one in runs]
+        return runs
 
-    assert asyncio.run(all_of_them()) == [f"{n}\n".encode() for n in range(9)]
-    assert most == 3
+    async def check() -> None:
+        runs = await run_all("import sys, time\nprint(sys.argv[2])\ntime.sleep(0.1)", most=4)
+        assert [one.result().stdout for one in runs] == [f"{n}\n".encode() for n in range(9)]
+        runs = await run_all("import time\ntime.sleep(100)", most=3)
+        assert not any(one.done() for one in runs)
+        for one in runs:
+            one.cancel()
+        await asyncio.wait(runs)
+
+    asyncio.run(check())
 
 
 def children_of(parent, pids):
