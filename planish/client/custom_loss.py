@@ -6,10 +6,13 @@ function computes L, and autograd computes dL/dl. A second pass, forward and bac
 the gradient of the weighted cross entropy.
 """
 
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from planish.errors import NonFiniteError, UserError
@@ -36,7 +39,7 @@ class CustomGradient:
 def first_pass_data(data: Sequence[Datum]) -> list[Datum]:
     """Return the datums with target_tokens as their only loss input."""
     # Import torch in the caller's thread: Ctrl-C can interrupt the import there.
-    import torch  # noqa: F401
+    import_module("torch")
 
     check_data(data)
     for index, datum in enumerate(data):
@@ -88,7 +91,9 @@ def custom_gradient(
             "that it has a gradient"
         )
     value = float(loss.detach())
-    grads = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True)
+    grads: list[torch.Tensor | None] = list(
+        torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True)
+    )
     weights = [
         torch.zeros_like(leaf) if grad is None else -grad
         for leaf, grad in zip(leaves, grads, strict=True)

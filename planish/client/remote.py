@@ -107,7 +107,7 @@ class RemoteService:
         self._tokenizers: dict[str, Path] = {}
         self._pending_futures: set[Future[Any]] = set()
         """The futures of unfinished operations."""
-        self._pending_saves: set[Future[Any]] = set()
+        self.pending_saves: set[Future[Any]] = set()
         """The futures among `_pending_futures` that save a checkpoint."""
         self._is_closed = False
         # `close` must see every submitted operation. The lock is reentrant, because garbage
@@ -139,13 +139,13 @@ class RemoteService:
             self._pending_futures.add(future)
             future.add_done_callback(self._pending_futures.discard)
             if isinstance(operation, (SaveWeights, SaveWeightsForSampler)):
-                self._pending_saves.add(future)
-                future.add_done_callback(self._pending_saves.discard)
+                self.pending_saves.add(future)
+                future.add_done_callback(self.pending_saves.discard)
             try:
                 self._dispatch(operation, future)
             except BaseException:
                 self._pending_futures.discard(future)
-                self._pending_saves.discard(future)
+                self.pending_saves.discard(future)
                 raise
         return cast("Future[R]", future)
 
@@ -392,7 +392,7 @@ def _weak_close_callback(service: RemoteService) -> Callable[[], None]:
         if service is None:
             return
         try:
-            wait_for_saves(list(service._pending_saves))
+            wait_for_saves(list(service.pending_saves))
         finally:
             service.close(finish=False)
 

@@ -7,6 +7,8 @@ unreachable for longer than a restart takes is an error. After a rate limit, the
 without a time limit.
 """
 
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import asyncio

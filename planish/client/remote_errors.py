@@ -15,6 +15,7 @@ import orjson
 
 from planish.errors import CheckpointError, EngineClosedError, PlanishError, UserError
 from planish.wire.client_errors import ERROR_CLASS, error_from_name
+from planish.wire.json_pieces import JsonValue
 
 if TYPE_CHECKING:
     from httpx2 import Response
@@ -39,7 +40,7 @@ class NoSuchEndpointError(UserError):
 def json_body_of(response: Response) -> Mapping[str, Any]:
     """Return the JSON object in a response; {} if the body is something else."""
     try:
-        value = orjson.loads(response.content)
+        value: JsonValue = orjson.loads(response.content)
     except orjson.JSONDecodeError:
         return {}
     return value if isinstance(value, dict) else {}
@@ -91,4 +92,5 @@ def _error_from_status(
             )
         case _ if status < 500:
             return error_from_name(message, body.get(ERROR_CLASS))
-    return ServerFaultError(f"the server answered {status}: {message}")
+        case _:
+            return ServerFaultError(f"the server answered {status}: {message}")

@@ -6,7 +6,7 @@ a response is complete becomes a NoAnswerError, so no other module depends on ht
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -63,7 +63,7 @@ class HttpClient:
             return await self._client.request(method, path, **options)
 
     @asynccontextmanager
-    async def stream(self, method: str, path: str, **options: Any) -> AsyncIterator[Response]:
+    async def stream(self, method: str, path: str, **options: Any) -> AsyncGenerator[Response]:
         """Yield a response whose body is read in the block, where NoAnswerError may be raised
         too.
         """
@@ -79,7 +79,7 @@ def is_this_machine(url: str) -> bool:
 
 
 @contextmanager
-def _raises_no_answer() -> Iterator[None]:
+def _raises_no_answer() -> Generator[None]:
     import httpx2
 
     try:

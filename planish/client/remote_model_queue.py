@@ -74,7 +74,9 @@ class ModelQueue:
     connection: ServerConnection
     thread: LoopThread
     info: GetInfoResponse | None = None
-    _operations: asyncio.Queue[QueuedOperation] = field(default_factory=asyncio.Queue)
+    _operations: asyncio.Queue[QueuedOperation] = field(
+        default_factory=asyncio.Queue[QueuedOperation]
+    )
     _next_seq_id: int = 1
     _failure: PlanishError | None = None
     """If set, every further operation fails with this error."""
@@ -111,6 +113,8 @@ class ModelQueue:
                 await self._post(operation, queued)
                 if isinstance(operation, LoadWeights):  # loading clears the gradient
                     self._gradient_error = None
+            case _:
+                pass  # The operation was cancelled before it was sent.
 
     async def _create(self, operation: CreateModel, queued: QueuedOperation) -> None:
         if not queued.future.set_running_or_notify_cancel():

@@ -47,7 +47,7 @@ class RemoteSampler:
     """
 
     server_id: str
-    info_future: Future[SamplerInfo] = field(default_factory=Future)
+    info_future: Future[SamplerInfo] = field(default_factory=Future[SamplerInfo])
     """Done when the server has created the sampler, or with the error of its creation."""
     sequence_numbers: Iterator[int] = field(default_factory=itertools.count)
     """The sequence numbers of its requests."""
@@ -78,7 +78,7 @@ class SampleSender:
     thread: LoopThread
     supports_batches: bool = True
     """Whether the server supports batches. Set to False if the server lacks the endpoint."""
-    _queue: asyncio.Queue[PendingSample] = field(default_factory=asyncio.Queue)
+    _queue: asyncio.Queue[PendingSample] = field(default_factory=asyncio.Queue[PendingSample])
     _streams: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_STREAMS))
 
     async def create(
@@ -174,7 +174,8 @@ class SampleSender:
         try:
             if self.supports_batches:
                 async for frame in self.connection.frames(unfinished_requests):
-                    pending = sent_requests[frame.header["index"]]
+                    index: int = frame.header["index"]
+                    pending = sent_requests[index]
                     if self._handle_frame(pending, frame):
                         batch.remove(pending)
         except NoSuchEndpointError:

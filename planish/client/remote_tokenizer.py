@@ -5,6 +5,8 @@ models of the same name on different servers cannot be confused. The files are n
 names are checked, and planish.tokenizer runs no code from the files.
 """
 
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import hashlib

@@ -2,6 +2,8 @@
 checkpoints.
 """
 
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence

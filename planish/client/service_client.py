@@ -2,6 +2,8 @@
 and creates the clients for training and sampling.
 """
 
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -4,6 +4,8 @@ calls.
 For best throughput, submit several operations before waiting for the first result.
 """
 
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import threading

@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 
 from planish.errors import UserError
+from planish.wire.json_pieces import JsonValue
 
 MEDIA_TYPE = "application/x-planish-frames"
 _LENGTHS = struct.Struct("<II")
@@ -45,7 +46,7 @@ class FrameReader:
     def feed(self, data: bytes) -> list[Frame]:
         """Add bytes, and return the frames that they complete."""
         self._buffer += data
-        frames = []
+        frames: list[Frame] = []
         start = 0
         while (end := self._frame_end(start)) is not None:
             header_size, _ = _LENGTHS.unpack_from(self._buffer, start)
@@ -73,7 +74,7 @@ class FrameReader:
 
 def _header(data: bytes) -> Mapping[str, Any]:
     try:
-        header = orjson.loads(data)
+        header: JsonValue = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise UserError(f"the header of a frame is not JSON: {error}") from None
     if not isinstance(header, dict):

@@ -21,7 +21,9 @@ from planish.errors import UserError
 from planish.wire.json_pieces import (
     PIECE_BYTES,
     InvalidJsonError,
+    JsonContainer,
     JsonLimits,
+    JsonValue,
     TooDeepError,
     TooManyContainersError,
     TooManyItemsError,
@@ -30,7 +32,6 @@ from planish.wire.json_pieces import (
 from planish.wire.pacing import pause_if_due
 
 T = TypeVar("T")
-D = TypeVar("D")
 
 _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,255}")
 MAX_ID_CHARACTERS = 256
@@ -124,7 +125,7 @@ class Fields:
     @overload
     def optional(self, read: Callable[[str], T], name: str) -> T | None: ...
     @overload
-    def optional(self, read: Callable[[str], T], name: str, default: D) -> T | D: ...
+    def optional(self, read: Callable[[str], T], name: str, default: T) -> T: ...
     def optional(self, read: Callable[[str], Any], name: str, default: Any = None) -> Any:
         """Return `read(name)`, where `read` is usually a method of this object. Return the default
         if the field is absent or null.
@@ -227,12 +228,12 @@ class Fields:
         self._read_names.add(name)
         return self._values.get(name)
 
-    def _object(self, name: str, value: Any) -> Fields:
+    def _object(self, name: str, value: JsonValue) -> Fields:
         if not isinstance(value, dict):
             raise UserError(f"{self.path(name)} is {_type_name(value)}; give an object")
         return Fields(value, self.path(name))
 
-    def _get(self, name: str) -> Any:
+    def _get(self, name: str) -> JsonValue:
         self._read_names.add(name)
         if not self.has(name):
             raise UserError(f"{self.path(name)} is missing")
@@ -252,7 +253,7 @@ def _max_value_count(body: bytes) -> int:
     )
 
 
-def _parse(body: bytes, value_count: int) -> Any:
+def _parse(body: bytes, value_count: int) -> JsonValue:
     try:
         if not _is_parsed_at_once(body, value_count):
             return parse_in_pieces(body, _LIMITS)
@@ -297,15 +298,15 @@ def _is_parsed_at_once(body: bytes, value_count: int) -> bool:
     return value_count + brackets <= _MAX_UNSPLIT_VALUES
 
 
-def _depth_exceeds(value: Any, maximum: int) -> bool:
+def _depth_exceeds(value: JsonValue, maximum: int) -> bool:
     """Return whether objects and lists are nested more than `maximum` deep."""
-    level = [value] if type(value) is dict or type(value) is list else []
+    level: list[JsonContainer] = [value] if isinstance(value, (dict, list)) else []
     for _ in range(maximum):
         level = [
             item
             for container in level
-            for item in (container.values() if type(container) is dict else container)
-            if type(item) is dict or type(item) is list
+            for item in (container.values() if isinstance(container, dict) else container)
+            if type(item) in (dict, list)
         ]
         if not level:
             return False
@@ -343,8 +344,8 @@ def shown(value: Any) -> str:
             return repr(value)
 
 
-def _type_name(value: Any) -> str:
-    names = {
+def _type_name(value: object) -> str:
+    names: dict[type, str] = {
         str: "a string",
         list: "a list",
         dict: "an object",

@@ -12,13 +12,18 @@ which release the interpreter lock.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 from uuid import uuid4
 
 import numpy as np
 import orjson
 
 from planish.wire.pacing import pause_if_due
+
+JsonContainer: TypeAlias = dict[str, Any] | list[Any]
+"""A JSON object or list."""
+JsonValue: TypeAlias = JsonContainer | str | int | float | bool | None
+"""The value of a JSON text."""
 
 PIECE_BYTES = 1 << 14
 """The size of the pieces, in bytes. orjson parses a piece in at most 0.5 ms, during which other
@@ -234,38 +239,40 @@ class _PartialValue:
                 raise MemoryError from None
             raise InvalidJsonError(f"{error.msg}, near byte {begin}") from None
 
-    def _continuations(self, parsed: Any, open_before: bytes) -> list[Any]:
+    def _continuations(self, parsed: Any, open_before: bytes) -> list[JsonContainer]:
         """Return the part of each open container that is in this piece, the outermost container
         first. Parsing nests these parts in each other. This method takes each inner part out of the
         outer one, because the outer container already contains the inner container.
         """
-        continuations = []
+        continuations: list[JsonContainer] = []
         for level in range(len(open_before)):
-            continuations.append(parsed)
+            container: JsonContainer = parsed
+            continuations.append(container)
             if level + 1 < len(open_before):
-                parsed = parsed.pop(0) if type(parsed) is list else parsed.pop(self._mark)
+                is_list = isinstance(container, list)
+                parsed = container.pop(0) if is_list else container.pop(self._mark)
         return continuations
 
-    def _open_child(self, parent: Any, is_marked: bool) -> Any:
+    def _open_child(self, parent: JsonContainer, is_marked: bool) -> Any:
         """Return the item of `parent` that is still open at the end of the piece. `is_marked` is
         True if the last item of `parent` is the mark.
         """
-        if type(parent) is list:
+        if isinstance(parent, list):
             return parent[-2 if is_marked else -1]
         # The open item is the last value, unless its key occurred earlier in this object.
         return next(value for value in reversed(parent.values()) if self._has_mark(value))
 
-    def _has_mark(self, value: Any) -> bool:
-        if type(value) is list:
+    def _has_mark(self, value: JsonValue) -> bool:
+        if isinstance(value, list):
             return bool(value) and value[-1] == self._mark
-        return type(value) is dict and self._mark in value
+        return isinstance(value, dict) and self._mark in value
 
-    def _extend(self, target: Any, continuation: Any) -> None:
-        if type(target) is dict:
+    def _extend(self, target: JsonContainer, continuation: Any) -> None:
+        if isinstance(target, dict):
             target.update(continuation)
         else:
             target.extend(continuation)
         if len(target) > self._max_items and (
-            type(target) is dict or type(target[-1]) not in (int, float)
+            isinstance(target, dict) or type(target[-1]) not in (int, float)
         ):
             raise TooManyItemsError

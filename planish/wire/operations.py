@@ -123,9 +123,10 @@ def operation_kind(operation: Operation[Any]) -> str:
             return "forward"
         case CreateModel(from_path=str()):
             return "load_weights"
-    if type(operation) not in _KIND_NAMES:
-        raise TypeError(f"there is no request for a {type(operation).__name__}")
-    return _KIND_NAMES[type(operation)]
+        case _ if type(operation) in _KIND_NAMES:
+            return _KIND_NAMES[type(operation)]
+        case _:
+            raise TypeError(f"there is no request for a {type(operation).__name__}")
 
 
 def operation_to_bytes(operation: Operation[Any], seq_id: int) -> bytes:
@@ -184,6 +185,8 @@ def result_to_bytes(operation: Operation[Any], result: Any) -> bytes:
             return sample_response_to_message(result)
         case OptimStepResponse():
             return _to_sorted_json({"metrics": result.metrics})
+        case _:
+            pass
     match operation:
         case (
             CreateModel(model_id=model_id, from_path=path)
@@ -223,7 +226,8 @@ def result_from_bytes(operation: Operation[Any], content: bytes) -> Any:
             return LoadWeightsResponse(operation.path)
         case UnloadModel() | CreateModel():
             return None
-    raise TypeError(f"{type(operation).__name__} is not an operation of a model")
+        case _:
+            raise TypeError(f"{type(operation).__name__} is not an operation of a model")
 
 
 def _to_sorted_json(fields: dict[str, Any]) -> bytes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 _SLICE_SECONDS = 1e-3
@@ -33,7 +33,7 @@ _pace = _Pace()
 
 
 @contextmanager
-def paced(share: Callable[[], float]) -> Iterator[None]:
+def paced(share: Callable[[], float]) -> Generator[None]:
     """Limit the current thread to a share of the time, in the block and for a pause at its end.
 
     `share` returns the share, above 0 and at most 1. It is called before each pause.

@@ -26,6 +26,7 @@ from planish.types import (
     TopkLogprobs,
 )
 from planish.wire.fields import Fields, shown
+from planish.wire.json_pieces import JsonValue
 from planish.wire.messages import LENGTH, STOP, SampleResponseMessage, parse_message
 from planish.wire.tensors import (
     array_from_bytes,
@@ -262,7 +263,7 @@ def _biases_from_json(fields: Fields) -> dict[Any, float]:
 
 
 def _stop_from_json(fields: Fields) -> Any:
-    stop = fields.raw("stop")
+    stop: JsonValue = fields.raw("stop")
     if stop is not None and not isinstance(stop, (str, list)):
         raise UserError(
             f"{fields.path('stop')}={shown(stop)}: give a string, a list of strings or a list of "

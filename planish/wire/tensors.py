@@ -96,7 +96,8 @@ def tensor_from_message(message: Any, path: str) -> TensorData:
             crow = array_from_bytes(csr.crow_indices, "<i8", f"{path}.crow_indices").tolist()
             col = array_from_bytes(csr.col_indices, "<i8", f"{path}.col_indices").tolist()
             return _csr_tensor(path, values, dtype, list(message.shape), crow, col)
-    raise UserError(f"{path} has no values: give dense or sparse_csr")
+        case _:
+            raise UserError(f"{path} has no values: give dense or sparse_csr")
 
 
 def tensor_to_message(tensor: TensorData) -> Any:

@@ -353,7 +353,8 @@ def _loss_config(message: Any) -> Mapping[str, float]:
 
 
 def _collect_within_limits(data: Iterable[Datum]) -> list[Datum]:
-    datums, num_elements, num_items, num_tokens = [], 0, 0, 0
+    datums: list[Datum] = []
+    num_elements, num_items, num_tokens = 0, 0, 0
     for datum in data:
         pause_if_due()
         num_tokens += datum.model_input.max_length
@@ -405,7 +406,7 @@ def _read_batch(batch: Any, name: str) -> list[TensorData]:
     item_bytes = len(batch.data) // max(1, values.size)
     trailing_shape = list(batch.trailing_shape)
     row_elements = math.prod(trailing_shape)
-    tensors = []
+    tensors: list[TensorData] = []
     for start, end in pairwise(offsets.tolist()):
         part = values[start // max(1, item_bytes) : end // max(1, item_bytes)]
         if row_elements < 1 or part.size % row_elements:
