@@ -48,6 +48,10 @@ NOT_RUN = {
     r"planish runs --base-url|planish checkpoints publish": "needs a server; tests/commands/test_cli_commands.py runs it",
 }
 """Commands that are not run as they stand, with the reason and the place of their test."""
+TUTORIALS = {
+    "docs/guide/team-server.md": "tests/test_team_tutorial.py runs the whole page as one script"
+}
+"""Pages whose commands belong together, with the place of their test."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class Command:
     @property
     def reason(self) -> str | None:
         """Why it is not run; None if tests/test_doc_commands.py runs it."""
+        if self.page in TUTORIALS:
+            return TUTORIALS[self.page]
         return next((why for form, why in NOT_RUN.items() if re.match(form, self.text)), None)
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_commands import PAGES, ROOT, shell_blocks
+from doc_commands import PAGES, ROOT, TUTORIALS, shell_blocks
 from server_process import running_server
 
 from planish.model.sources import DEFAULT_MODEL
@@ -24,6 +24,7 @@ ADDRESS = "http://127.0.0.1:8000"
 BLOCKS = [
     pytest.param(block, id=f"{page.stem}-{number}")
     for page in PAGES
+    if page.relative_to(ROOT).as_posix() not in TUTORIALS
     for number, block in enumerate(shell_blocks(page))
     if "python - <<" in block or f"curl {ADDRESS}/v1/completions" in block
 ]
