@@ -34,7 +34,8 @@ EXTRAS_TESTS ?= tests/test_doc_servers.py tests/console/test_console_browser.py 
 	tests/renderers/test_renderer_oracles.py \
 	tests/rl/test_verifiers_env.py tests/runlog/test_metrics_log.py tests/server/openai tests/test_site.py \
 	tests/server/test_session_timeline.py tests/test_tokenizer.py \
-	tests/server/messages/test_anthropic_client.py tests/server/messages/test_claude_code.py
+	tests/server/messages/test_anthropic_client.py tests/server/messages/test_claude_code.py \
+	tests/server/test_served_images.py
 # All tests of a file run in one process, which starts their servers and loads their models once.
 # Three processes keep two cores busy, because tests wait for the programs that they start. The
 # processes of `make test` share out the files before they read them, which saves a tenth of the

@@ -24,6 +24,7 @@ from planish.logtree.html import visible
 from planish.processes.arguments import argument_adder
 from planish.recipes import rl_options, training_run
 from planish.reports.rollout_records import new_tokens
+from planish.reports.rollout_tokens import decode_keys
 from planish.rl.rollout.play import Answer, FirstEnvOnly, TextPolicy
 from planish.rl.rollout.rollouts import do_group_rollout
 from planish.rl.types import EnvGroupBuilder, RLDataset, Trajectory, TrajectoryGroup
@@ -182,13 +183,13 @@ class PersonAtTerminal(TextPolicy):
         self, model_input: ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
         completion = await super().__call__(model_input, stop, max_tokens=max_tokens)
-        self._previous_tokens = [*model_input.to_ints(), *completion.tokens]
+        self._previous_tokens = [*model_input.to_keys(), *completion.tokens]
         return completion
 
     def answer(self, model_input: ModelInput) -> Answer:
         """Print the new part of the prompt and read an answer."""
         added_tokens, _ = new_tokens(self._previous_tokens, model_input)
-        text = visible(self.tokenizer.decode(added_tokens))
+        text = visible(decode_keys(added_tokens, self.tokenizer.decode))
         self._console.rule(Text(f"{self._name}{model_input.length} tokens", style="dim"))
         self._console.print(Text(text), soft_wrap=True)
         return read_answer(self._console)

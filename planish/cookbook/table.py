@@ -29,7 +29,6 @@ _RENDERERS = CookbookModule(
     "planish.renderers",
     {
         "ParseTermination": "planish.renderers:Termination",
-        "ImagePart": f"{_A}.renderers:ImagePart",
         "AudioPart": f"{_A}.renderers:AudioPart",
         "Role": "builtins:str",
         "ensure_text": f"{_A}.renderers:ensure_text",

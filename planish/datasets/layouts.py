@@ -22,20 +22,20 @@ from planish.datasets.messages import (
     with_tools,
 )
 from planish.datasets.raw_transcripts import is_transcript, read_transcript
+from planish.datasets.row_images import IMAGE_COLUMNS, has_images, with_images
 from planish.errors import UserError
 
 Columns = Mapping[str, Any]
 Label = Literal["A", "B", "Tie"]
 
 SYSTEM_COLUMNS = ("system", "system_prompt")
-COMMON_COLUMNS = (*SYSTEM_COLUMNS, "tools")
+COMMON_COLUMNS = (*SYSTEM_COLUMNS, "tools", *IMAGE_COLUMNS)
 """Columns that are used with every layout of messages."""
-TEXT_ONLY = (
-    "data files have text only; remove the row, or the column if its content is not needed (an "
-    "environment can give images)"
-)
+TEXT_ONLY = "remove the row, or the column if its content is not needed"
 PROMPT_REFUSALS = {
-    **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), TEXT_ONLY),
+    **dict.fromkeys(
+        ("videos", "video", "audios", "audio"), f"planish reads text and images only; {TEXT_ONLY}"
+    ),
     "chat_template_kwargs": "choose the variant of the chat format with renderer_name, and remove "
     "the column",
     "functions": 'give the declarations as "tools", and calls as "tool_calls"',
@@ -48,6 +48,11 @@ REFUSED_COLUMNS = {
     "margin": "the losses on pairs have no margin; remove the column",
 }
 """Columns that change a prompt or a loss and are not supported, with the remedy."""
+TEXT_REFUSALS = {
+    **REFUSED_COLUMNS,
+    **dict.fromkeys(IMAGE_COLUMNS, f"rows of this kind have text only; {TEXT_ONLY}"),
+}
+"""REFUSED_COLUMNS, and the columns of images, for rows whose images nothing would read."""
 PROBLEM_REFUSALS = {
     **REFUSED_COLUMNS,
     **dict.fromkeys(
@@ -67,7 +72,7 @@ class Layout:
     """All of them must be there, and not null."""
     optional: tuple[str, ...] = ()
     takes_common: bool = True
-    """Whether a system message and tools may be given in columns of their own."""
+    """Whether a system message, tools and images may be given in columns of their own."""
 
     @property
     def used(self) -> tuple[str, ...]:
@@ -98,7 +103,8 @@ def conversation_of(row: Columns, where: str) -> Conversation | PlainText:
         _reject_common(row, where)
         result.location = where
         return result
-    return Conversation(with_common_columns(result, row, where), where)
+    messages = with_images(result, row, where)
+    return Conversation(with_common_columns(messages, row, where), where)
 
 
 def comparison_of(row: Columns, where: str) -> Pair:
@@ -106,8 +112,13 @@ def comparison_of(row: Columns, where: str) -> Pair:
     of another layout.
     """
     layout = find_layout(row, COMPARISONS, where)
-    check_refused(row, REFUSED_COLUMNS, where)
+    check_refused(row, TEXT_REFUSALS, where)
     pair = COMPARISONS[layout](row, where)
+    if has_images([*pair.prompt, *pair.first, *pair.second]):
+        raise UserError(
+            f"{where}: there is an image in the messages, and comparisons have text only; remove "
+            "the row"
+        )
     for message in (*pair.first, *pair.second):
         if "trainable" in message or "weight" in message:
             raise UserError(
@@ -127,7 +138,8 @@ def prompt_of(row: Columns, where: str) -> Conversation:
     """
     layout = find_layout(row, PROMPTS, where)
     check_refused(row, PROMPT_REFUSALS, where)
-    messages = with_common_columns(PROMPTS[layout](row, where), row, where)
+    messages = with_images(PROMPTS[layout](row, where), row, where)
+    messages = with_common_columns(messages, row, where)
     if messages[-1].get("role") not in ("user", "tool"):
         raise UserError(
             f'{where}, "{layout.columns[0]}": there is no question; give a conversation with a user '

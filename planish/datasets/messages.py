@@ -30,7 +30,13 @@ FUNCTION_CALL = "function_call"
 """The role of a message whose text is a tool call, or a list of them, as JSON."""
 SHAREGPT_ROLES = ("user", "assistant", "system", "tool", *ROLES, FUNCTION_CALL)
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
-PART_TYPES = ("text", "thinking")
+PART_KEYS: Mapping[str, Sequence[str]] = {"text": ("text",), "thinking": ("thinking",)}
+"""The types of the parts of a content, with their keys beside "type"."""
+IMAGE_PART_KEYS: Mapping[str, Sequence[str]] = {
+    "image": ("image", "url", "path", "index"),
+    "image_url": ("image_url",),
+}
+"""The types of parts with images in rows, with their keys beside "type"."""
 MESSAGE_LIST = "a list of messages with at least one in it"
 
 
@@ -91,7 +97,7 @@ def _read_message(value: Any, where: str) -> Message:
     calls = message.get("tool_calls")
     if isinstance(calls, str):
         message["tool_calls"] = _parse(calls, f"{where}, tool_calls", "a list")
-    check_nested_keys(message, where)
+    check_nested_keys(message, where, {**PART_KEYS, **IMAGE_PART_KEYS})
     _join_thinking(message, where)
     _read_weight(message, where)
     return message
@@ -125,20 +131,27 @@ def _from_function_call(message: Message, where: str) -> Message:
     return {**message, "role": "assistant", "content": "", "tool_calls": tool_calls}
 
 
-def check_nested_keys(message: Mapping[str, Any], where: str) -> None:
-    """Raise UserError for a part that is no text or reasoning, and for a key in a part or a tool
+def check_nested_keys(
+    message: Mapping[str, Any], where: str, part_keys: Mapping[str, Sequence[str]] = PART_KEYS
+) -> None:
+    """Raise UserError for a part whose type is not in `part_keys`, and for a key in a part or a tool
     call that no renderer writes. `where` names the message. A key that is null counts as absent.
     """
-    for number, part in enumerate(_list_of(message, "content")):
+    for number, part in enumerate(list_of(message, "content")):
         part_where = f"{where}, content[{number}]"
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind not in PART_TYPES:
+        if kind in IMAGE_PART_KEYS and kind not in part_keys:
+            raise UserError(
+                f"{part_where} is an image (type {kind!r}), and the model or its renderer reads only "
+                "text; images need the renderer of a model with images (docs/reference/models.md)"
+            )
+        if kind not in part_keys:
             raise UserError(
                 f"{part_where} is of type {kind!r}; give {{'type': 'text', 'text': ...}} or "
-                "{'type': 'thinking', 'thinking': ...} (images need the renderer of a model with images)"
+                "{'type': 'thinking', 'thinking': ...}"
             )
-        _check_keys(part, ("type", kind), part_where)
-    for number, call in enumerate(_list_of(message, "tool_calls")):
+        _check_keys(part, ("type", *part_keys[str(kind)]), part_where)
+    for number, call in enumerate(list_of(message, "tool_calls")):
         call_where = f"{where}, tool_calls[{number}]"
         function = call.get("function") if isinstance(call, Mapping) else None
         if function is None:
@@ -146,11 +159,12 @@ def check_nested_keys(message: Mapping[str, Any], where: str) -> None:
         else:
             _check_keys(call, ("type", "id", "function"), call_where)
             _check_keys(function, ("name", "arguments"), call_where)
-    for number, call in enumerate(_list_of(message, "unparsed_tool_calls")):
+    for number, call in enumerate(list_of(message, "unparsed_tool_calls")):
         _check_keys(call, ("raw_text", "error"), f"{where}, unparsed_tool_calls[{number}]")
 
 
-def _list_of(message: Mapping[str, Any], key: str) -> Sequence[Any]:
+def list_of(message: Mapping[str, Any], key: str) -> Sequence[Any]:
+    """Return the list under a key; () if there is none, or if the value is a text."""
     value = message.get(key)
     return value if isinstance(value, Sequence) and not isinstance(value, str) else ()
 

@@ -31,10 +31,14 @@ class Row(dict[str, Any]):
     """The columns of a row, and where the row is (`location`), for error messages."""
 
     location: str
+    directory: Path | None
+    """The directory to which paths of images in the row are relative; None for a row of the hub."""
 
-    def __init__(self, columns: Mapping[str, Any], location: str) -> None:
+    def __init__(
+        self, columns: Mapping[str, Any], location: str, directory: Path | None = None
+    ) -> None:
         super().__init__(columns)
-        self.location = location
+        self.location, self.directory = location, directory
 
 
 def is_data_file(name: str) -> bool:
@@ -48,7 +52,7 @@ def read_file(path: Path) -> list[Row]:
     """
     if path.suffix == ".parquet":
         rows = enumerate(read_parquet(path), start=1)
-        return [Row(row, f"{path}, row {number}") for number, row in rows]
+        return [Row(row, f"{path}, row {number}", path.parent) for number, row in rows]
     text = _read_text(path)
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     if name.endswith(".csv"):
@@ -85,14 +89,14 @@ def _line_rows(text: str, path: Path) -> Iterator[Row]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             where = f"{path}, line {number}"
-            yield _row(_parse(line, where, "write one object per line"), where)
+            yield _row(_parse(line, where, "write one object per line"), where, path)
 
 
 def _array_rows(text: str, path: Path) -> Iterator[Row]:
     elements = _parse(text, str(path), "give one array of objects, or one object per line")
     for number, element in enumerate(elements, start=1):
         where = f"{path}, row {number}"
-        yield _row(element, where)
+        yield _row(element, where, path)
 
 
 def _parse(text: str, where: str, remedy: str) -> Any:
@@ -111,10 +115,10 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return keys
 
 
-def _row(value: Any, where: str) -> Row:
+def _row(value: Any, where: str, path: Path) -> Row:
     if not isinstance(value, dict):
         raise UserError(f"{where} is not a JSON object; write one object per row")
-    return Row(value, where)
+    return Row(value, where, path.parent)
 
 
 def _csv_rows(text: str, path: Path) -> Iterator[Row]:
@@ -133,6 +137,6 @@ def _csv_rows(text: str, path: Path) -> Iterator[Row]:
                     "cells that contain a comma or a line break"
                 )
             columns = zip(header, (cell or None for cell in cells), strict=True)
-            yield Row(dict(columns), where)
+            yield Row(dict(columns), where, path.parent)
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num} is not CSV ({error})") from error

@@ -39,9 +39,10 @@ _logged_warnings: set[str] = set()
 class TableRows(Sequence[Row]):
     """The rows of a `datasets.Dataset`, read from disk on access."""
 
-    def __init__(self, dataset: Any, name: str) -> None:
+    def __init__(self, dataset: Any, name: str, directory: Path | None = None) -> None:
+        """`directory`: that of paths in the rows; None for a dataset of the hub."""
         self._rows = ArrowRows(dataset)
-        self._name = name
+        self._name, self._directory = name, directory
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -56,7 +57,7 @@ class TableRows(Sequence[Row]):
         return (self._row(index, columns) for index, columns in enumerate(self._rows))
 
     def _row(self, index: int, columns: dict[str, Any]) -> Row:
-        return Row(columns, f"{self._name}, row {index + 1}")
+        return Row(columns, f"{self._name}, row {index + 1}", self._directory)
 
 
 def open_rows(dataset: str, split: str) -> Sequence[Row]:
@@ -273,7 +274,7 @@ def _open_saved(path: Path, split: str) -> Sequence[Row]:
         raise UserError(
             f"the dataset {path} cannot be read ({_first_line(error)}); save it again"
         ) from error
-    return TableRows(table, str(path) if is_table else f"{path}, {split}")
+    return TableRows(table, str(path) if is_table else f"{path}, {split}", path)
 
 
 def _open_on_hub(dataset: str, split: str) -> Sequence[Row]:

@@ -19,7 +19,6 @@ from planish.datasets.rows import open_rows
 from planish.datasets.unused_columns import UnusedColumns
 from planish.errors import UserError
 from planish.renderers import Renderer
-from planish.renderers.messages import read_messages
 from planish.renderers.spelled_tokens import SpelledTokens
 from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.environments.problem_env import final_step
@@ -58,7 +57,7 @@ def load_prompts(
 def check_prompt(messages: Sequence[Mapping[str, Any]], renderer: Renderer, where: str) -> None:
     """Raise UserError if the renderer's format cannot express the messages, without tokenising."""
     try:
-        read_messages(messages, renderer.format.capabilities, renderer.name)
+        renderer.check_prompt(messages)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
 

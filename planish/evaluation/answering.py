@@ -20,9 +20,10 @@ from planish.evaluation.types import (
 from planish.processes.blocking import call_function
 from planish.processes.interruption import gather_or_cancel
 from planish.renderers import Message, Renderer, get_text_content
+from planish.reports.rollout_tokens import decode_keys
 from planish.rl.rewards import read_bool
 from planish.rl.types import prompt_id
-from planish.types import ModelInput, SamplingParams
+from planish.types import EncodedTextChunk, ModelInput, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def render_choices(question: Question, renderer: Renderer) -> RenderedQuestion:
     for choice in question.choices:
         answer: Message = {"role": "assistant", "content": choice}
         tokens, _ = renderer.build_supervised_example([*question.messages, answer])
-        messages.append(tokens.to_ints()[prompt.length :])
+        messages.append(tokens.to_targets()[prompt.length :])
     return RenderedQuestion(question, prompt, tuple(messages))
 
 
@@ -123,7 +124,7 @@ class Answerer:
         If the longest choice exceeds the context window, the answer has an error and no scores.
         """
         question, prompt = rendered.question, rendered.prompt
-        text = self._decode(prompt.to_ints())
+        text = self._decode(prompt.to_keys())
         make_answer = partial(ChosenAnswer, question.number, text, reference=question.reference)
         longest_length = prompt.length + max(map(len, rendered.choice_tokens))
         if self.context_window is not None and longest_length > self.context_window:
@@ -154,7 +155,7 @@ class Answerer:
         )
 
     async def _choice_logprob(self, prompt: ModelInput, message_tokens: list[int]) -> float:
-        full_sequence = ModelInput.from_ints([*prompt.to_ints(), *message_tokens])
+        full_sequence = prompt.append(EncodedTextChunk(message_tokens))
         logprobs = await self.sampling_client.compute_logprobs_async(
             full_sequence, prompt_logprobs_last_n=len(message_tokens)
         )
@@ -178,7 +179,7 @@ class Answerer:
             rendered.question.number,
             index,
             prompt_id=prompt_id(rendered.prompt),
-            prompt=self._decode(rendered.prompt.to_ints()),
+            prompt=self._decode(rendered.prompt.to_keys()),
             answer=self._decode(tokens),
             tokens=tokens,
             stop_reason=stop_reason,
@@ -189,7 +190,7 @@ class Answerer:
         )
 
     def _decode(self, tokens: list[int]) -> str:
-        return self.renderer.codec.decode(tokens)
+        return decode_keys(tokens, self.renderer.codec.decode)
 
     def _too_long_message(self, num_tokens: int) -> str:
         return f"{num_tokens} tokens do not fit the model's context of {self.context_window}"

@@ -17,8 +17,9 @@ from planish.fleet.remote_engine import unknown_id
 from planish.fleet.replica import Replica, SamplerSource, SharedVersion
 from planish.fleet.replica_set import ReplicaSet
 from planish.fleet.routing import PrefixTable
+from planish.images import ImageChunk
 from planish.service import ReleaseSampler, Sample, SampledToken, SamplerInfo
-from planish.types import SampleResponse
+from planish.types import ModelInput, SampleResponse
 
 
 @dataclass(eq=False)
@@ -210,7 +211,7 @@ class FleetSamplers:
         version = source.base_model if source.shared is None else source.shared.version.name
         with self._lock:
             number, work = self._prefixes.choose(
-                op.prompt.to_ints(),
+                prefix_keys(op.prompt),
                 version,
                 op.num_samples * max_tokens,
                 # Of equal replicas, the one that has answered the fewest requests comes first.
@@ -255,3 +256,16 @@ class FleetSamplers:
                 replica.engine.submit(ReleaseSampler(source.sampler_id))
         if source.shared is not None:
             self._on_unused(source.shared)
+
+
+def prefix_keys(prompt: ModelInput) -> list[int]:
+    """Return integers that are equal in two prompts as far as their tokens and images are. An image
+    without `expected_tokens` has one of them, because only an engine knows its number of tokens.
+    """
+    chunks = [
+        replace(chunk, expected_tokens=chunk.expected_tokens or 1)
+        if isinstance(chunk, ImageChunk)
+        else chunk
+        for chunk in prompt.chunks
+    ]
+    return ModelInput(chunks).to_keys()

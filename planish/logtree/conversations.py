@@ -23,7 +23,17 @@ def conversation_data(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     known = {key: plain(value) for key, value in message.items() if value is not None}
+    if isinstance(known.get("content"), list):
+        known["content"] = [_without_image_data(part) for part in known["content"]]
     return {**known, "role": str(known.get("role", "")), "content": _content(known.get("content"))}
+
+
+def _without_image_data(part: Any) -> Any:
+    """Return a part with the length of an image's data URL in the place of the data URL."""
+    image = part.get("image") if isinstance(part, dict) else None
+    if not isinstance(image, str) or not image.startswith("data:"):
+        return part
+    return {**part, "image": f"<data URL of {len(image):,} characters>"}
 
 
 def _content(content: Any) -> str | list[Any]:

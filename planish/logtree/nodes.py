@@ -89,8 +89,8 @@ def text_of(value: Any) -> str:
 
 def plain(value: Any) -> Any:
     """Return a copy of `value` as JSON can hold it. Numbers and arrays of other libraries become
-    Python's, NaN and infinities become None, dataclasses and pydantic models become mappings, and
-    any other object becomes its text.
+    Python's, NaN and infinities become None, dataclasses and pydantic models become mappings, bytes
+    become a text with their number, and any other object becomes its text.
     """
     if value is None or isinstance(value, (bool, int)):
         return value
@@ -98,6 +98,8 @@ def plain(value: Any) -> Any:
         return text_of(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
+    if isinstance(value, bytes):
+        return f"<{len(value):,} bytes>"
     if isinstance(value, Mapping):
         return {text_of(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -10,7 +10,10 @@ import chz
 
 from planish.datasets.layouts import PROMPTS, prompt_of
 from planish.datasets.messages import location_of
+from planish.datasets.row_files import Row
+from planish.datasets.row_images import has_images
 from planish.datasets.split_names import SplitNames
+from planish.errors import UserError
 from planish.preference.datasets import ComparisonBuilder
 from planish.preference.types import Messages
 from planish.renderers import Renderer
@@ -69,7 +72,7 @@ class PromptsFromRows(SplitNames, PromptBuilder):
         splits = row_splits(
             self.dataset, self.test_size, self.shuffle_seed, self.train_split, self.test_split
         )
-        return Prompts(*read_splits(self.dataset, splits, prompt_of, PROMPTS))
+        return Prompts(*read_splits(self.dataset, splits, _text_prompt_of, PROMPTS))
 
 
 def fitting_prompts(
@@ -87,6 +90,18 @@ def fitting_prompts(
         split=split,
         max_prompt_tokens=max_tokens,
     )
+
+
+def _text_prompt_of(row: Row, where: str) -> Messages:
+    """Return the prompt of a row. Raise UserError if it has an image, because the models that judge
+    the answers read only text.
+    """
+    prompt = prompt_of(row, where)
+    if has_images(prompt):
+        raise UserError(
+            f"{where}: the prompt has an image, and these prompts have text only; remove the row"
+        )
+    return prompt
 
 
 def _deduplicate(prompts: Sequence[Messages]) -> list[Messages]:

@@ -4,6 +4,7 @@ from planish.renderers.datums import conversation_to_datum, datum_from_weights
 from planish.renderers.messages import (
     Content,
     ContentPart,
+    ImagePart,
     Message,
     TextPart,
     ThinkingPart,
@@ -22,6 +23,7 @@ __all__ = [
     "FORMATS",
     "Content",
     "ContentPart",
+    "ImagePart",
     "Message",
     "ParsedResponse",
     "Renderer",

@@ -35,7 +35,17 @@ class ThinkingPart(TypedDict):
     thinking: str
 
 
-ContentPart = TextPart | ThinkingPart
+class ImagePart(TypedDict):
+    """An image in the content of a message. Renderers of models without images reject it."""
+
+    type: Literal["image"]
+    image: Any
+    """The bytes of a PNG or JPEG file, the pathlib.Path of such a file, a PIL image, an ImageChunk or
+    a data URL.
+    """
+
+
+ContentPart = TextPart | ThinkingPart | ImagePart
 Content = str | list[ContentPart]
 
 

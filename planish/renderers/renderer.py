@@ -146,8 +146,8 @@ class Renderer:
 
     def build_continuation(
         self, messages: Messages, answer: int, sampled: Sequence[int]
-    ) -> list[int] | None:
-        """Return the tokens between an answer's sampled tokens and the end of the next prompt.
+    ) -> ModelInput | None:
+        """Return what is between an answer's sampled tokens and the end of the next prompt.
 
         `messages`: the conversation so far. `answer`: the index of the answer in it. `sampled`: the
         answer's tokens as they were sampled.
@@ -182,7 +182,13 @@ class Renderer:
             header, output = _encode_turn(self.codec, turn, _last(ids))
             ids += header
             ids += output
-        return ids[len(sampled) :]
+        return ModelInput.from_ints(ids[len(sampled) :])
+
+    def check_prompt(self, messages: Messages) -> None:
+        """Check the form of the messages of a prompt without tokenising them. Raises the same
+        ValueError as `build_generation_prompt`.
+        """
+        read_messages(messages, self.format.capabilities, self.name)
 
     def build_supervised_example(
         self,

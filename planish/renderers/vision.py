@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
+from planish.datasets.image_parts import image_chunk
 from planish.errors import UserError
-from planish.images import ImageChunk
-from planish.model.vision.decoding import decode_image
+from planish.images import MAX_IMAGES, ImageChunk
+from planish.model.inspection.vision import may_read_images
 from planish.model.vision.processing import ImageProcessor, has_image_processor
 from planish.renderers.chatml import ChatML
 from planish.renderers.codec import Codec, Control, Piece, counts_tokens
-from planish.renderers.image_parts import image_chunk
 from planish.renderers.messages import Capabilities
 from planish.renderers.renderer import Messages, Renderer
 from planish.renderers.train_on import TrainOnWhat
@@ -54,8 +54,13 @@ class _Images:
     chunks: list[ImageChunk] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
 
-    def add(self, chunk: ImageChunk) -> str:
-        """Add an image, and return its mark."""
+    def add(self, chunk: ImageChunk, where: str) -> str:
+        """Add an image, and return its mark. Raise UserError if there are too many images."""
+        if len(self.chunks) == MAX_IMAGES:
+            raise UserError(
+                f"{where} is image number {MAX_IMAGES + 1}; give at most {MAX_IMAGES} images in a "
+                "conversation"
+            )
         mark = f"\U0010fffd{secrets.token_hex(16)}\U0010fffd"
         self.numbers[mark] = len(self.chunks)
         self.chunks.append(chunk)
@@ -99,7 +104,7 @@ class VisionRenderer(Renderer):
     """A renderer whose messages of users, systems and tools may contain images.
 
     A part of a message's content is {"type": "image", "image": ...}, with the bytes of a PNG or JPEG
-    file, a PIL image, an ImageChunk or a data URL.
+    file, the pathlib.Path of such a file, a PIL image, an ImageChunk or a data URL.
     """
 
     image_processor: ImageProcessor | None = field(default=None, repr=False, compare=False)
@@ -127,14 +132,18 @@ class VisionRenderer(Renderer):
 
     def build_continuation(
         self, messages: Messages, answer: int, sampled: Sequence[int]
-    ) -> list[int] | None:
-        """Return the tokens between an answer and the end of the next prompt.
-
-        The result is also None if there is an image after the answer.
-        """
+    ) -> ModelInput | None:
+        """Return what is between an answer and the end of the next prompt, with its images."""
         with self._marked(messages) as marked:
-            ids = super().build_continuation(marked, answer, sampled)
-        return None if ids is not None and min(ids, default=0) < 0 else ids
+            continuation = super().build_continuation(marked, answer, sampled)
+            if continuation is None:
+                return None
+            return _with_images(continuation, marked[answer + 1 :])
+
+    def check_prompt(self, messages: Messages) -> None:
+        """Check the form of the messages of a prompt, and its images, without tokenising them."""
+        with self._marked(messages) as marked:
+            super().check_prompt(marked)
 
     def build_supervised_example(
         self,
@@ -200,27 +209,29 @@ class VisionRenderer(Renderer):
             if unknown := sorted(part.keys() - {"type", "image"}):
                 raise UserError(f"{place} has the unknown key {unknown[0]!r}; remove it")
             chunk = self._counted(image_chunk(part.get("image"), place), place)
-            parts.append({"type": "text", "text": images.add(chunk)})
+            parts.append({"type": "text", "text": images.add(chunk, place)})
         return {**message, "content": parts}
 
     def _counted(self, chunk: ImageChunk, where: str) -> ImageChunk:
         """Return an image with its number of tokens."""
         if self.image_processor is None:
             raise UserError(
-                f"{where} is an image, and the directory of the tokenizer has no "
-                "preprocessor_config.json; copy it from the model"
+                f"{where} is an image, and this is no model with images "
+                "(docs/reference/models.md), or the directory of its tokenizer has no "
+                "preprocessor_config.json; remove the image, or copy the file from the model"
             )
-        rows, columns = self.image_processor.grid(decode_image(chunk, where).size, where)
-        return replace(chunk, expected_tokens=rows * columns)
+        return replace(chunk, expected_tokens=self.image_processor.num_tokens(chunk, where))
 
 
 def image_processor_of(tokenizer: ModelTokenizer) -> ImageProcessor | None:
-    """Return the image processor in the directory of a tokenizer, if its model has images."""
+    """Return the image processor in the directory of a tokenizer, if planish reads images with its
+    model. A directory without config.json, such as a copy of the tokenizer, is of no known model.
+    """
     directory = Path(str(getattr(tokenizer, "name_or_path", "")))
     vocabulary = getattr(tokenizer, "added_tokens_encoder", {})
     if VISION_START.text not in vocabulary or not has_image_processor(directory):
         return None
-    return ImageProcessor(directory)
+    return ImageProcessor(directory) if may_read_images(directory) else None
 
 
 def _with_images(model_input: ModelInput, marked: Messages) -> ModelInput:

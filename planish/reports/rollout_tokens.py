@@ -6,10 +6,12 @@ tokens share a character, they form one piece with that character. Bytes that ar
 character are shown as U+FFFD. Pieces are cached for the whole run, so each token is decoded once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
+from itertools import groupby
+from typing import Any
 
 from markupsafe import Markup
 
@@ -43,6 +45,15 @@ class Piece:
 
 IMAGE_SIGN = "\N{WHITE SQUARE}"
 """How a position of an image is shown. Its token is a negative number."""
+
+
+def decode_keys(keys: Sequence[int], decode: Callable[[list[int]], Any]) -> str:
+    """Return the text of tokens, in which one sign stands for the negative numbers of an image (see
+    `ModelInput.to_keys`). `decode`: the method of a tokenizer, for the other tokens.
+    """
+    runs = groupby(keys, lambda key: key < 0)
+    texts = [IMAGE_SIGN if is_image else decode(list(run)) for is_image, run in runs]
+    return "".join(map(str, texts))
 
 
 class DisplayDetokenizer:

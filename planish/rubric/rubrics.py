@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from planish.datasets.layouts import (
-    REFUSED_COLUMNS,
+    TEXT_REFUSALS,
     Layout,
     check_refused,
     find_layout,
@@ -143,7 +143,7 @@ def read_rubric_row(row: Mapping[str, Any], where: str) -> RubricRow:
     invalid.
     """
     layout = find_layout(row, RUBRICS, where)
-    check_refused(row, REFUSED_COLUMNS, where)
+    check_refused(row, TEXT_REFUSALS, where)
     column = layout.columns[0]
     messages = _messages(row, column, where)
     items = row["rubric_items"]

@@ -168,7 +168,7 @@ def test_tools_without_a_system_message_come_first_and_are_not_learned():
     assert first == {"role": "system", "content": "S", "tools": tools, "trainable": False}
 
 
-@pytest.mark.parametrize("name", ["images", "videos", "audio", "chat_template_kwargs", "history"])
+@pytest.mark.parametrize("name", ["video", "videos", "audio", "chat_template_kwargs", "history"])
 def test_a_column_that_changes_the_prompt_is_an_error_for_every_purpose(name):
     for read, row in (
         (conversation_of, {"messages": CHAT}),
@@ -343,7 +343,7 @@ BAD = [
     ({"messages": [{**ANSWER[0], "thinking": "a", "reasoning": "b"}]}, "different texts"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-        r"content\[0\] is of type 'image_url'",
+        r"content\[0\] is the path 'x', and the row is from no directory",
     ),
     (
         {"messages": [{**ANSWER[0], "content": [{"type": "text", "text": "a", "thinking": "b"}]}]},

@@ -7,7 +7,10 @@ import pytest
 from planish import UserError
 from planish.fleet.replica import Watch, check_same
 from planish.fleet.routing import PrefixTable
+from planish.fleet.samplers import prefix_keys
 from planish.fleet.training import divide
+from planish.images import ImageChunk
+from planish.types import EncodedTextChunk, ModelInput
 
 PROMPT = list(range(640))
 
@@ -28,6 +31,19 @@ def test_a_prefix_belongs_to_one_version_and_is_lost_with_its_replica():
     assert table.choose(PROMPT, "v2", 0, {0: 0, 1: 0}) == (0, 640)
     table.forget(1)
     assert table.choose(PROMPT, "v1", 0, {1: 0}) == (1, 640)
+
+
+def test_images_are_part_of_a_prefix():
+    """An image may come without its number of tokens, which an engine computes."""
+
+    def keys(data: bytes, expected_tokens: int | None) -> list[int]:
+        image = ImageChunk(data, "png", expected_tokens)
+        return prefix_keys(ModelInput([EncodedTextChunk([5]), image, EncodedTextChunk([7])]))
+
+    assert len(keys(b"a", 4)) == 6
+    assert keys(b"a", None) == keys(b"a", 1)
+    assert keys(b"a", None) != keys(b"b", None)
+    assert prefix_keys(ModelInput.from_ints(PROMPT)) == PROMPT
 
 
 def test_short_prompts_go_to_the_replica_with_the_least_work():

@@ -56,7 +56,9 @@ def test_a_continuation_adds_no_blank(tokenizer):
     for sampled in (answer, answer[: -len(renderer.codec.encode(["User:"], answer[-1]))]):
         continuation = renderer.build_continuation(MESSAGES[:3], 1, sampled)
         assert continuation is not None
-        assert written(tokenizer, prompt + sampled + continuation) == written(tokenizer, whole)
+        assert written(tokenizer, prompt + sampled + continuation.to_ints()) == written(
+            tokenizer, whole
+        )
 
 
 def test_text_after_a_control_token_is_tokenized_as_in_the_whole_text(tokenizer):

@@ -2,16 +2,22 @@
 
 import base64
 import io
+import json
+import shutil
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 
 from planish.errors import UserError
-from planish.images import ImageChunk
+from planish.images import MAX_IMAGE_BYTES, ImageChunk
+from planish.model.vision import processing
+from planish.model.vision.decoding import decode_image
 from planish.renderers import conversation_to_datum, get_renderer, recommended_renderer_name
 from planish.renderers.codec import token_bounds
 from planish.renderers.vision import VisionRenderer
+from planish.server.http.routes_checkpoints import tokenizer_files
 from planish.testing import tiny_model
 from planish.testing_vision import tiny_vision_model
 from planish.tokenizer import load_tokenizer
@@ -81,6 +87,57 @@ def test_an_image_stands_between_its_marks(renderer, tokenizer, kind):
     assert shown(prompt, tokenizer) == EXPECTED
     [chunk] = prompt.images
     assert Image.open(io.BytesIO(chunk.data)).getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_an_image_in_many_prompts_is_decoded_once(directory, monkeypatch):
+    """The numbers of tokens of the most recent images are kept."""
+    decoded = []
+
+    def decode(chunk: ImageChunk, name: str) -> Any:
+        decoded.append(chunk)
+        return decode_image(chunk, name)
+
+    monkeypatch.setattr(processing, "decode_image", decode)
+    monkeypatch.setattr(processing, "MAX_KEPT_COUNTS", 2)
+    renderer = get_renderer("chatml", load_tokenizer(directory))
+    red, blue, green = png(), png(32, 32, "blue"), png(48, 32, "green")
+    for image, length, num_decoded in (
+        (red, 12, 1),
+        (red, 12, 1),
+        (blue, 4, 2),
+        (red, 12, 2),
+        (green, 6, 3),  # blue is the least recent
+        (red, 12, 3),
+        (blue, 4, 4),
+    ):
+        [chunk] = renderer.build_generation_prompt([user(image)]).images
+        assert (chunk.length, len(decoded)) == (length, num_decoded)
+    with pytest.raises(UserError, match="damaged|no png"):
+        renderer.build_generation_prompt([user(png()[:50])])
+
+
+def test_the_file_of_an_image_is_read_when_a_prompt_is_built(renderer, tokenizer, tmp_path):
+    path = tmp_path / "image.png"
+    message = user("Is ", image_part(path), " red?")
+    with pytest.raises(UserError, match=r"content\[1\] has the image .* cannot be read .*No such"):
+        renderer.build_generation_prompt([message])
+    path.write_bytes(png())
+    assert shown(renderer.build_generation_prompt([message]), tokenizer) == EXPECTED
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"x" * MAX_IMAGE_BYTES)
+    with pytest.raises(UserError, match=f"give an image of 1 to {MAX_IMAGE_BYTES:,} bytes"):
+        renderer.build_generation_prompt([message])
+
+
+def test_the_image_processor_may_be_in_either_file(directory, tmp_path):
+    copy = tmp_path / "model"
+    shutil.copytree(directory, copy)
+    old = copy / "preprocessor_config.json"
+    options = {"image_processor": json.loads(old.read_text()), "processor_class": "X"}
+    (copy / "processor_config.json").write_text(json.dumps(options))
+    old.unlink()
+    assert "processor_config.json" in tokenizer_files(copy)
+    renderer = get_renderer("chatml", load_tokenizer(copy))
+    assert renderer.build_generation_prompt([user(png())]).images[0].length == 12
 
 
 def test_text_without_images_is_as_before(renderer, tokenizer):

@@ -50,7 +50,7 @@ def said(**changes) -> dict:
         (
             INSTRUCT,
             [{"role": "user", "content": [{"type": "image", "image": "x"}]}],
-            r"content\[0\] is of type 'image'.*images need the renderer",
+            r"content\[0\] is an image \(type 'image'\).*images need the renderer",
         ),
         (
             INSTRUCT,

@@ -56,7 +56,7 @@ def test_a_continued_prompt_equals_a_rendered_one(name: str, turns: list[tuple[s
         messages += [say("user", text) for text in replies]
         continuation = renderer.build_continuation(messages, number, sampled)
         assert continuation is not None
-        tokens = tokens + sampled + continuation
+        tokens = tokens + sampled + continuation.to_ints()
     assert tokens == prompt(renderer, messages)
 
 
@@ -70,9 +70,9 @@ def test_tool_results_share_one_turn():
     ]
     before = prompt(INSTRUCT, messages[:1])
     sampled = canonical_answer(INSTRUCT, messages[:2])
-    assert before + sampled + (INSTRUCT.build_continuation(messages, 1, sampled) or []) == prompt(
-        INSTRUCT, messages
-    )
+    continuation = INSTRUCT.build_continuation(messages, 1, sampled)
+    assert continuation is not None
+    assert before + sampled + continuation.to_ints() == prompt(INSTRUCT, messages)
 
 
 def test_sampled_tokens_are_kept_in_a_continuation():
@@ -84,7 +84,8 @@ def test_sampled_tokens_are_kept_in_a_continuation():
     continuation = INSTRUCT.build_continuation(messages, 1, [*spelled, end])
     assert continuation is not None
     assert (
-        QWEN.decode(continuation) == "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
+        QWEN.decode(continuation.to_ints())
+        == "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
@@ -92,8 +93,10 @@ def test_a_continuation_adds_the_end_mark_of_a_truncated_answer():
     cut = QWEN.encode("The ans")
     messages = [say("user", "?"), say("assistant", "The ans")]
     continuation = INSTRUCT.build_continuation(messages, 1, cut)
-    assert QWEN.decode(continuation or []) == "<|im_end|>\n<|im_start|>assistant\n"
-    assert prompt(INSTRUCT, messages[:1]) + cut + (continuation or []) == prompt(INSTRUCT, messages)
+    assert continuation is not None
+    added = continuation.to_ints()
+    assert QWEN.decode(added) == "<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt(INSTRUCT, messages[:1]) + cut + added == prompt(INSTRUCT, messages)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,8 @@ def test_a_continuation_adds_the_stop_string_of_a_truncated_answer(cut, added):
     continuation = ROLE_COLON.build_continuation(
         messages, 1, tokenizer.encode(cut, add_special_tokens=False)
     )
-    assert tokenizer.decode(continuation) == added
+    assert continuation is not None
+    assert tokenizer.decode(continuation.to_ints()) == added
 
 
 def test_build_continuation_returns_none_if_nothing_can_follow():

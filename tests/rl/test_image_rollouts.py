@@ -5,6 +5,7 @@ import io
 from PIL import Image
 
 from planish.completers import TokensWithLogprobs
+from planish.cookbook.adapters.display import format_trajectory
 from planish.images import ImageChunk
 from planish.reports.rollout_records import context_after, new_tokens
 from planish.reports.rollout_tokens import IMAGE_SIGN, DisplayDetokenizer
@@ -57,6 +58,12 @@ def test_a_prompt_id_depends_on_the_image():
     assert prompt_id(prompt("red", 71)) == prompt_id(prompt("red", 71))
     assert prompt_id(prompt("red", 71)) != prompt_id(prompt("blue", 71))
     assert prompt_id(prompt("red", 71)) != prompt_id(ModelInput.from_ints([70, 71]))
+
+
+def test_texts_of_prompts_have_a_sign_for_each_image(tmp_path):
+    tokenizer = load_tokenizer(save_byte_tokenizer(tmp_path))
+    trajectory = Trajectory([turn(prompt("red", 71), 72)], ModelInput.empty())
+    assert f"Observation: F{IMAGE_SIGN}G\nAction: H\n" in format_trajectory(trajectory, tokenizer)
 
 
 def test_reports_show_a_sign_for_each_token_of_an_image(tmp_path):

@@ -188,7 +188,7 @@ def test_the_answer_of_a_row_is_not_in_the_prompt(model, tmp_path, tokenizer):
     assert all(part in text for part in ("Be kind.", '"name": "lookup"', "Why?"))
     assert env.row == row, "the reward function gets the whole row"
     path.write_text(json.dumps({**row, "images": ["x.png"]}) + "\n")
-    with pytest.raises(UserError, match='rows.jsonl, line 1: the column "images" has'):
+    with pytest.raises(UserError, match='rows.jsonl, line 1, "images".0.: there is no image file'):
         asyncio.run(builder())
 
 

@@ -40,11 +40,25 @@ def test_verifiers_messages_are_converted(given, wanted):
     assert read_message(given) == wanted
 
 
-def test_images_are_rejected():
-    with pytest.raises(UnsupportedError, match="image_url"):
-        read_message(
-            Object(role="user", content=[{"type": "image_url", "image_url": {"url": "x"}}])
-        )
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_images_become_parts(role):
+    content = [{"type": "text", "text": "Is"}, IMAGE, {"type": "text", "text": "red?"}]
+    message = read_message(Object(role=role, content=content, tool_call_id="x"))
+    assert message["content"] == [
+        {"type": "text", "text": "Is"},
+        {"type": "image", "image": "data:image/png;base64,AAAA"},
+        {"type": "text", "text": "red?"},
+    ]
+
+
+def test_images_of_the_assistant_and_audio_are_rejected():
+    with pytest.raises(UnsupportedError, match="assistant has an image"):
+        read_message(Object(role="assistant", content=[IMAGE]))
+    with pytest.raises(UnsupportedError, match="'input_audio'"):
+        read_message(Object(role="user", content=[{"type": "input_audio"}]))
 
 
 @pytest.mark.parametrize(

@@ -562,7 +562,7 @@ BAD_TOOL = {**ADD, "name": "a b"}
         ({"input": None}, "input", "input is missing"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input", r"input\[0\].role='tool'"),
         ({"input": [{"type": "message", "role": "user"}]}, "input", r"input\[0\].content is miss"),
-        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input", r"content\[0\].*read text"),
+        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input", r"content\[0\].*only text"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "send the item itself"),
         ({"input": [{"type": "web_search_call"}]}, "input", r"input\[0\].*no tool of this server"),
         ({"input": [{"type": "no_such_item"}]}, "input", r"input\[0\].*'function_call_output'"),

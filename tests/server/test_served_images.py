@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -77,6 +78,13 @@ def client(url) -> Iterator[openai.OpenAI]:
         yield client
 
 
+@pytest.fixture(scope="module")
+def http(url) -> Iterator[httpx.Client]:
+    headers = {"x-api-key": KEY, "anthropic-version": "2023-06-01"}
+    with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
+        yield client
+
+
 def test_the_openai_client_sends_an_image(client, models):
     options: Any = {"temperature": 0, "max_tokens": 5, "logprobs": True}
     messages = image_message(data_url(png()))
@@ -124,6 +132,168 @@ def test_an_answer_to_an_image_is_streamed(client):
 def test_a_bad_image_is_a_400(client, model, messages, problem):
     with pytest.raises(openai.BadRequestError, match=problem):
         client.chat.completions.create(model=model, messages=messages, max_tokens=2)
+
+
+def prompt_length(models: dict[str, Path], *messages: Any) -> int:
+    """Return the number of tokens of a prompt with images as bytes."""
+    renderer = get_renderer("chatml", load_tokenizer(models[VISION]))
+    return renderer.build_generation_prompt(messages).length
+
+
+IMAGE_AND_TEXT = [{"type": "image", "image": png()}, {"type": "text", "text": "What is this?"}]
+
+
+def test_the_openai_client_sends_an_image_in_a_response(client, models):
+    image = {"type": "input_image", "image_url": data_url(png()), "detail": "auto"}
+    content: Any = [image, {"type": "input_text", "text": "What is this?"}]
+    items: Any = [{"role": "user", "content": content}]
+    options: Any = {"model": VISION, "max_output_tokens": 5, "temperature": 0}
+    answer = client.responses.create(input=items, **options)
+    assert answer.usage.input_tokens == prompt_length(
+        models, {"role": "user", "content": IMAGE_AND_TEXT}
+    )
+    chat = client.chat.completions.create(
+        model=VISION, messages=image_message(data_url(png())), max_tokens=5, temperature=0
+    )
+    assert answer.output_text == chat.choices[0].message.content
+
+
+def test_the_output_of_a_function_has_an_image_in_a_response(client, models):
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    image = {"type": "input_image", "image_url": data_url(png())}
+    output = {"type": "function_call_output", "call_id": "c", "output": [image]}
+    options: Any = {"model": VISION, "max_output_tokens": 1}
+    items: Any = [{"role": "user", "content": "Look."}, call, output]
+    empty = [{**output, "output": ""}]
+    lengths = [
+        client.responses.create(input=[*items[:2], *last], **options).usage.input_tokens
+        for last in ([output], empty)
+    ]
+    assert lengths[0] - lengths[1] == 12 + 2, "an image has 12 tokens here, between two marks"
+
+
+@pytest.mark.parametrize(
+    ("model", "items", "problem"),
+    [
+        (
+            VISION,
+            [{"image_url": "https://x.org/a.png"}],
+            r"^input\[0\].content\[0\].*never fetched",
+        ),
+        (VISION, [{"image_url": data_url(png()[:50])}], r"input\[0\].*(damaged|no png)"),
+        (VISION, [{"image_url": data_url(png()), "detail": "low"}], "options that are not"),
+        (VISION, [{"file_id": "file-1"}], r"input\[0\].content\[0\]"),
+        (VISION, [{"image_url": data_url(png())}] * (MAX_IMAGES + 1), f"{MAX_IMAGES} images"),
+        (TEXT, [{"image_url": data_url(png())}], r"^input\[0\].content\[0\] .*reads only text"),
+    ],
+)
+def test_a_bad_image_in_a_response_is_a_400(client, model, items, problem):
+    content: Any = [{"type": "input_image", **item} for item in items]
+    message: Any = {"role": "user", "content": content}
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.responses.create(model=model, input=[message], max_output_tokens=2)
+    body: Any = raised.value.body
+    assert re.search(problem, body["message"]), body
+
+
+def test_a_system_message_of_a_response_has_no_image(client):
+    content: Any = [{"type": "input_image", "image_url": data_url(png())}]
+    items: Any = [{"role": "system", "content": content}, {"role": "user", "content": "Hi"}]
+    with pytest.raises(openai.BadRequestError, match=r"input\[0\] is a system message with an im"):
+        client.responses.create(model=VISION, input=items, max_output_tokens=2)
+
+
+def image_block(data: bytes, media_type: str = "image/png") -> dict[str, Any]:
+    """Return an image as Anthropic's clients send it."""
+    source = {"type": "base64", "media_type": media_type, "data": base64.b64encode(data).decode()}
+    return {"type": "image", "source": source}
+
+
+def message_request(model: str, *content: Any, **options: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": list(content)}]
+    return {"model": model, "max_tokens": 5, "messages": messages, "temperature": 0, **options}
+
+
+def num_input_tokens(message: dict[str, Any]) -> int:
+    """Return the number of tokens of the prompt, cached or not."""
+    usage = message["usage"]
+    return usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+def test_a_message_has_an_image(client, http, models):
+    sources = [
+        image_block(png()),
+        {"type": "image", "source": {"type": "url", "url": data_url(png())}},
+    ]
+    for image in sources:
+        request = message_request(VISION, image, {"type": "text", "text": "What is this?"})
+        answer = http.post("/v1/messages", json=request).json()
+        expected = prompt_length(models, {"role": "user", "content": IMAGE_AND_TEXT})
+        assert num_input_tokens(answer) == expected
+        chat = client.chat.completions.create(
+            model=VISION, messages=image_message(data_url(png())), max_tokens=5, temperature=0
+        )
+        assert answer["content"][0]["text"] == chat.choices[0].message.content
+        del request["max_tokens"], request["temperature"]
+        count = http.post("/v1/messages/count_tokens", json=request).json()
+        assert count == {"input_tokens": expected}
+
+
+def test_a_tool_result_has_an_image(http):
+    use = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+    lengths = []
+    for content in ([], [image_block(png())]):
+        result = {"type": "tool_result", "tool_use_id": "t", "content": content, "is_error": True}
+        request = message_request(VISION) | {
+            "messages": [
+                {"role": "user", "content": "Look."},
+                {"role": "assistant", "content": [use]},
+                {"role": "user", "content": [result]},
+            ]
+        }
+        answer = http.post("/v1/messages", json=request)
+        assert answer.status_code == 200, answer.text
+        lengths.append(num_input_tokens(answer.json()))
+    assert lengths[1] - lengths[0] == 12 + 2
+
+
+@pytest.mark.parametrize(
+    ("model", "blocks", "problem"),
+    [
+        (VISION, [image_block(b"GIF89a", "image/gif")], "messages.0.content.0 has the address"),
+        (VISION, [image_block(b"no image")], "no png"),
+        (VISION, [image_block(png()[:50])], "messages.0, content[0] is"),
+        (
+            VISION,
+            [{"type": "image", "source": {"type": "url", "url": "https://x.org/a.png"}}],
+            "messages.0.content.0 has the address 'https://x.org/a.png', and images are never",
+        ),
+        (VISION, [{"type": "image", "source": {"type": "file", "file_id": "f"}}], "0.source: give"),
+        (VISION, [{"type": "image"}], "messages.0.content.0.source: give type base64"),
+        (VISION, [image_block(png())] * (MAX_IMAGES + 1), f"over {MAX_IMAGES} images"),
+        (TEXT, [image_block(png())], "is an image, and tiny/text reads only text"),
+    ],
+)
+def test_a_bad_image_in_a_message_is_a_400(http, model, blocks, problem):
+    answer = http.post("/v1/messages", json=message_request(model, *blocks))
+    assert answer.status_code == 400, answer.text
+    assert problem in answer.json()["error"]["message"]
+
+
+def test_the_anthropic_client_sends_an_image(url, http):
+    anthropic = pytest.importorskip("anthropic", reason="make test-extras runs it")
+    request: Any = message_request(VISION, image_block(png()), {"type": "text", "text": "What?"})
+    options: Any = {key: value for key, value in request.items() if key != "temperature"}
+    greedy = {"temperature": 0}
+    with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0, timeout=60) as client:
+        answer = client.messages.create(**options, extra_body=greedy)
+        with client.messages.stream(**options, extra_body=greedy) as stream:
+            assert stream.get_final_text() == answer.content[0].text
+        options["messages"] = [{"role": "user", "content": [image_block(b"no image")]}]
+        with pytest.raises(anthropic.BadRequestError, match="no png"):
+            client.messages.create(**options)
+    expected = http.post("/v1/messages", json=request).json()
+    assert num_input_tokens(answer.model_dump()) == num_input_tokens(expected)
 
 
 def test_token_ids_of_an_image_are_refused(client, url):

@@ -1,5 +1,6 @@
 """Trajectories as text."""
 
+from planish.reports.rollout_tokens import decode_keys
 from planish.rl.types import Trajectory
 from planish.tokenizer import ModelTokenizer
 
@@ -13,7 +14,7 @@ def format_trajectory(
     for number, turn in turns[-1:] if only_last_transition else turns:
         lines += [
             f"--- Turn {number} ---",
-            f"Observation: {tokenizer.decode(turn.ob.to_ints())}",
+            f"Observation: {decode_keys(turn.ob.to_keys(), tokenizer.decode)}",
             f"Action: {tokenizer.decode(turn.ac.tokens)}",
             f"Reward: {turn.reward}",
             f"Episode done: {turn.episode_done}",

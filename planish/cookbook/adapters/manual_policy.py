@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass
 
 from planish.completers import StopCondition, TokenCompleter, TokensWithLogprobs
+from planish.reports.rollout_tokens import decode_keys
 from planish.rl.rollout.single_rollout import do_single_rollout
 from planish.rl.types import Env, Trajectory
 from planish.tokenizer import ModelTokenizer
@@ -25,7 +26,7 @@ class ManualPolicy(TokenCompleter):
         self, model_input: ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
         if self.show_observation:
-            print(self.tokenizer.decode(model_input.to_ints()))
+            print(decode_keys(model_input.to_keys(), self.tokenizer.decode))
         text = await asyncio.to_thread(self._read)
         tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
         return TokensWithLogprobs(tokens, None)

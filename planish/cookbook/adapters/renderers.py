@@ -1,7 +1,7 @@
 """Renderers with the cookbook's arguments, and its helpers for message content."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any
 
 from planish.errors import UnsupportedError, UserError
 from planish.renderers import Renderer
@@ -12,13 +12,6 @@ from planish.tokenizer import ModelTokenizer
 
 AudioPart = refused_type("AudioPart", "planish reads text and images only")
 TmlV0Renderer = refused_type("TmlV0Renderer", "planish does not support the models of this format")
-
-
-class ImagePart(TypedDict):
-    """An image in the content of a message. Renderers of models without images reject it."""
-
-    type: Literal["image"]
-    image: Any
 
 
 class _PlayerRoleRenderer(Renderer):

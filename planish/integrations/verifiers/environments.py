@@ -80,8 +80,8 @@ class ProxyModel:
     """
 
     def __init__(self, renderer: Renderer, max_prompt_tokens: int | None) -> None:
-        self.prompts: asyncio.Queue[list[int]] = asyncio.Queue()
-        """The prompts that the policy has to answer, as tokens."""
+        self.prompts: asyncio.Queue[ModelInput] = asyncio.Queue()
+        """The prompts that the policy has to answer."""
         self.messages: list[Message] = []
         """The messages of the newest prompt."""
         self._renderer = renderer
@@ -100,17 +100,17 @@ class ProxyModel:
             tools = [read_tool(tool) for tool in request.tools]
             conversation = self._next_conversation(messages, tools)
             limit = self._max_prompt_tokens
-            if limit is not None and len(conversation.tokens) > limit:
+            if limit is not None and conversation.prompt.length > limit:
                 raise PromptTooLong
             self.messages = conversation.messages
             self._action = asyncio.get_running_loop().create_future()
-            self.prompts.put_nowait(conversation.tokens)
+            self.prompts.put_nowait(conversation.prompt)
             action, is_cut_off = await self._action
             answer = conversation.with_call_ids(self._renderer.parse_response(action).message)
             fields = answer_fields(answer)
             self._conversation = conversation
             self._latest = LatestAnswer([*messages, read_answer(fields)], answer, action, tools)
-            return Completion(fields, action, len(conversation.tokens), is_cut_off)
+            return Completion(fields, action, conversation.prompt.length, is_cut_off)
 
     def provide_action(self, action: Action, is_cut_off: bool) -> bool:
         """Give the policy's action to the waiting rollout. Return False if the rollout no longer
@@ -173,7 +173,7 @@ class VerifiersEnv(Env):
             return InitialObservationOverflow(
                 logs={"rollout": f"it ended without a request to the policy ({stop_condition})"}
             )
-        return ModelInput.from_ints(prompt), self.renderer.get_stop_sequences()
+        return prompt, self.renderer.get_stop_sequences()
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         self._num_turns += 1
@@ -188,7 +188,7 @@ class VerifiersEnv(Env):
         return StepResult(
             reward=0.0,
             episode_done=prompt is None,
-            next_observation=ModelInput.from_ints(prompt or []),
+            next_observation=prompt or ModelInput.empty(),
             next_stop_condition=self.renderer.get_stop_sequences(),
             stop_reason=self._stop_reason(is_cut_off) if prompt is None else None,
             train_on_action=was_delivered,
@@ -200,8 +200,8 @@ class VerifiersEnv(Env):
             self._rollout.cancel()
             await asyncio.gather(self._rollout, return_exceptions=True)
 
-    async def _next_prompt(self) -> list[int] | None:
-        """Return the tokens of the next prompt; None if the rollout has ended. If it failed, raise
+    async def _next_prompt(self) -> ModelInput | None:
+        """Return the next prompt; None if the rollout has ended. If it failed, raise
         its error.
         """
         assert self._rollout is not None

@@ -16,16 +16,21 @@ from planish.renderers.messages import get_thinking_content
 
 
 def read_message(source: Any) -> Message:
-    """Convert a message of verifiers. Raise UnsupportedError for content other than text."""
+    """Convert a message of verifiers. Raise UnsupportedError for content other than text and images,
+    and for an image of the assistant.
+    """
     role = "user" if source.role == "text" else source.role
-    message: dict[str, Any] = {"role": role, "content": _text(source.content)}
+    content = _content(source.content)
+    message: dict[str, Any] = {"role": role, "content": content}
     if role == "assistant":
         calls = [
             {"id": call.id, "name": call.name, "arguments": call.arguments}
             for call in getattr(source, "tool_calls", None) or ()
         ]
         reasoning = getattr(source, "reasoning_content", None)
-        return _assistant_message(message["content"], reasoning, calls)
+        if not isinstance(content, str):
+            raise UnsupportedError("a message of the assistant has an image, which no model writes")
+        return _assistant_message(content, reasoning, calls)
     if role == "tool":
         message["tool_call_id"] = source.tool_call_id
     return cast(Message, message)
@@ -93,16 +98,21 @@ def check_sampling(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _text(content: Any) -> str:
+def _content(content: Any) -> str | list[dict[str, Any]]:
+    """Return the text of a content; if it has images, a list of parts."""
     if content is None or isinstance(content, str):
         return content or ""
-    texts = []
+    parts: list[dict[str, Any]] = []
     for part in content:
         fields = part if isinstance(part, Mapping) else part.model_dump()
-        if fields.get("type") != "text":
+        kind = fields.get("type")
+        if kind not in ("text", "image_url"):
             raise UnsupportedError(
-                f"a message has content of type {fields.get('type')!r}; models of planish read "
-                "only text"
+                f"a message has content of type {kind!r}; models of planish read text and images"
             )
-        texts.append(fields["text"])
-    return "".join(texts)
+        value = fields["text"] if kind == "text" else fields["image_url"]["url"]
+        kind = "text" if kind == "text" else "image"
+        parts.append({"type": kind, kind: value})
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from planish.model.inspection.modules import VisionModules
@@ -13,6 +15,19 @@ VISION_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 def is_vision_type(model_type: object) -> bool:
     """Return whether models of this type run with their vision tower."""
     return model_type in VISION_MODEL_TYPES
+
+
+def may_read_images(directory: Path) -> bool:
+    """Return whether the model in a directory reads images. A directory without config.json, such as
+    a copy of a tokenizer, may be of such a model.
+    """
+    config = directory / "config.json"
+    if not config.is_file():
+        return True
+    try:
+        return is_vision_type(json.loads(config.read_text("utf-8")).get("model_type"))
+    except (ValueError, AttributeError):  # the model cannot be loaded either
+        return False
 
 
 def vision_modules(config: Any) -> VisionModules | None:

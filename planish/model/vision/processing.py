@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planish.errors import DamagedFileError, UnsupportedError, UserError
+from planish.images import ImageChunk
 from planish.model.inspection.modules import VisionModules
+from planish.model.vision.decoding import decode_image
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """The files that may have the options of the image processor."""
+MAX_KEPT_COUNTS = 1 << 16
+"""The maximum number of images whose number of tokens is kept. Each takes about 200 bytes."""
 
 
 def has_image_processor(directory: Path) -> bool:
@@ -30,6 +37,27 @@ class ImageProcessor:
         `vision`: the vision tower, which the processor's files must fit. None: it is not known.
         """
         self.directory, self._vision = directory, vision
+        self._counts: OrderedDict[tuple[str, bytes], int] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def num_tokens(self, chunk: ImageChunk, name: str) -> int:
+        """Return the number of tokens of an image, after a check of its file.
+
+        The numbers of the most recent images are kept by content, so an image in many prompts is
+        decoded once. Raises UserError (or a subclass), which begins with `name`, for an invalid
+        image.
+        """
+        key = (chunk.format, sha256(chunk.data).digest())
+        with self._lock:
+            count = self._counts.pop(key, None)
+        if count is None:
+            rows, columns = self.grid(decode_image(chunk, name).size, name)
+            count = rows * columns
+        with self._lock:
+            self._counts[key] = count
+            while len(self._counts) > MAX_KEPT_COUNTS:
+                self._counts.popitem(last=False)
+        return count
 
     def grid(self, size: tuple[int, int], name: str) -> tuple[int, int]:
         """Return the numbers of rows and columns of an image's tokens.

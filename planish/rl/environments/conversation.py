@@ -21,14 +21,16 @@ from copy import deepcopy
 from typing import Any, cast
 
 from planish.renderers import Message, Renderer
+from planish.types import EncodedTextChunk, ModelInput, ModelInputChunk
 
 
 class Conversation:
-    """The conversation of one episode; `messages` and `tokens` are the policy's next prompt."""
+    """The conversation of one episode; `messages` and `prompt` are the policy's next prompt."""
 
     def __init__(self, renderer: Renderer, messages: Sequence[Message]) -> None:
         self.messages = list(messages)
-        self.tokens = renderer.build_generation_prompt(self.messages).to_ints()
+        self.prompt = renderer.build_generation_prompt(self.messages)
+        """The tokens and images of the prompt."""
         self._renderer = renderer
         self._env_messages = deepcopy(self.messages)
         """The conversation that the environment returned last. It lacks the messages of `insert`.
@@ -85,7 +87,20 @@ class Conversation:
         if continuation is None:
             self._render()
         else:
-            self.tokens = [*self.tokens, *sampled_ids, *continuation]
+            sampled = EncodedTextChunk(list(sampled_ids))
+            self.prompt = _joined([*self.prompt.chunks, sampled, *continuation.chunks])
 
     def _render(self) -> None:
-        self.tokens = self._renderer.build_generation_prompt(self.messages).to_ints()
+        self.prompt = self._renderer.build_generation_prompt(self.messages)
+
+
+def _joined(chunks: Sequence[ModelInputChunk]) -> ModelInput:
+    """Return the input with these chunks, in which adjacent chunks of text are one chunk."""
+    joined: list[ModelInputChunk] = []
+    for chunk in chunks:
+        last = joined[-1] if joined else None
+        if isinstance(chunk, EncodedTextChunk) and isinstance(last, EncodedTextChunk):
+            joined[-1] = EncodedTextChunk([*last.tokens, *chunk.tokens])
+        else:
+            joined.append(chunk)
+    return ModelInput(joined)

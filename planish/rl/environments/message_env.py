@@ -46,7 +46,7 @@ from planish.rl.types import (
     StepResult,
     StopReason,
 )
-from planish.types import ModelInput
+from planish.types import EncodedTextChunk
 
 
 @dataclass
@@ -165,7 +165,7 @@ class EnvFromMessageEnv(Env):
         self._conversation = Conversation(self.renderer, messages)
         with logtree.scope_header("Prompt"):
             logtree.conversation(messages)
-        length = len(self._conversation.tokens)
+        length = self._conversation.prompt.length
         # If the environment needed all of the time for this prompt, return the prompt. The rollout
         # then ends the episode with ROLLOUT_TIMEOUT.
         if self._overflows() or self._reached_limit() not in (None, StopReason.ROLLOUT_TIMEOUT):
@@ -180,7 +180,7 @@ class EnvFromMessageEnv(Env):
                     "answer"
                 },
             )
-        return ModelInput.from_ints(self._conversation.tokens), self.renderer.get_stop_sequences()
+        return self._conversation.prompt, self.renderer.get_stop_sequences()
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         """Parse the policy's tokens, pass the message to the environment, and return the reward and
@@ -190,7 +190,7 @@ class EnvFromMessageEnv(Env):
         self._num_sampled_tokens += len(action)
         parsed, termination = self.renderer.parse_response(action)
         turn = Turn(self._conversation.with_call_ids(parsed), list(action))
-        prompt = self._conversation.tokens
+        prompt = self._conversation.prompt
         if extra is not None and extra.get("stop_reason") == "length":
             outcome = await self._handle_truncated(turn)
         elif not termination.is_clean and self._env_stop_condition is None:
@@ -206,9 +206,9 @@ class EnvFromMessageEnv(Env):
         return StepResult(
             reward=outcome.reward,
             episode_done=outcome.stop_reason is not None,
-            next_observation=ModelInput.from_ints(
-                self._conversation.tokens if outcome.stop_reason is None else [*prompt, *action]
-            ),
+            next_observation=self._conversation.prompt
+            if outcome.stop_reason is None
+            else prompt.append(EncodedTextChunk(list(action))),
             next_stop_condition=outcome.next_stop_condition or self.renderer.get_stop_sequences(),
             metrics={
                 **outcome.metrics,
@@ -336,7 +336,7 @@ class EnvFromMessageEnv(Env):
     def _reached_limit(self) -> StopReason | None:
         return self._limits.reached(
             turns=self._num_turns,
-            trajectory_tokens=len(self._conversation.tokens),
+            trajectory_tokens=self._conversation.prompt.length,
             sampled_tokens=self._num_sampled_tokens,
             seconds=time.monotonic() - self._start_time,
         )
@@ -345,7 +345,7 @@ class EnvFromMessageEnv(Env):
         if self.max_trajectory_tokens is None:
             return False
         return (
-            len(self._conversation.tokens) + (self.max_generation_tokens or 0)
+            self._conversation.prompt.length + (self.max_generation_tokens or 0)
             > self.max_trajectory_tokens
         )
 

@@ -23,7 +23,7 @@ from planish import logtree
 from planish.completers import StopCondition
 from planish.errors import AbstainError, UnjudgedAnswerError, UserError
 from planish.processes.blocking import call_function
-from planish.renderers import Message, Renderer, get_text_content
+from planish.renderers import Content, Message, Renderer, get_text_content
 from planish.renderers.renderer import Messages
 from planish.rl.rewards import read_verdict
 from planish.rl.types import (
@@ -80,8 +80,10 @@ class ProblemEnv(Env):
         self.require_stop_sequence_for_format = require_stop_sequence_for_format
 
     @abstractmethod
-    def get_question(self) -> str:
-        """Return the question."""
+    def get_question(self) -> Content:
+        """Return the question: a text, or parts of text and images
+        (docs/reference/renderers.md#messages).
+        """
 
     @abstractmethod
     def check_answer(self, sample_str: str) -> bool | Awaitable[bool]:

@@ -283,6 +283,7 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "chat_template*",
     "preprocessor_config.json",
+    "processor_config.json",
 )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from planish.server.http.openai_errors import UnsupportedParameterError, WrongParameterError
 from planish.server.messages.requests import ToolParam
+from planish.server.openai.chat_prompts import image_part
 from planish.server.openai.requests import Function, Tool
 
 Block = Mapping[str, Any]
@@ -26,6 +27,7 @@ _MAX_HIDDEN_RATIO = 100
 """Limit for the size of a decoded signature, as a multiple of the size of the signature."""
 _KEYS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
+    "image": ("source",),
     "thinking": ("thinking", "signature"),
     "redacted_thinking": ("data",),
     "tool_use": ("id", "name", "input"),
@@ -34,8 +36,8 @@ _KEYS: dict[str, tuple[str, ...]] = {
 }
 """The keys of each type of block, besides `type` and `cache_control`."""
 _REMEDIES = {
-    "image": "the models here read text only; describe the image, or remove it",
-    "document": "the models here read text only; give the document as a text block",
+    "image": "an image belongs to a user message or to a tool result; remove it",
+    "document": "the models here read text and images; give the document as a text block",
     "search_result": "give the result as a text block",
     "container_upload": "this server has no files; give the text",
 }
@@ -67,6 +69,26 @@ def string_of(block: Block, key: str, where: str) -> str:
     if not isinstance(value, str):
         raise WrongParameterError("messages", f"{where}.{key}: give a string")
     return value
+
+
+def image_of(block: Block, where: str) -> dict[str, Any]:
+    """Return the image of a block as a part of a message: a source of type base64, or of type url
+    with a data URL.
+    """
+    source = block.get("source")
+    fields = source if isinstance(source, Mapping) else {}
+    match fields.get("type"):
+        case "base64":
+            media_type = string_of(fields, "media_type", f"{where}.source")
+            url = f"data:{media_type};base64,{string_of(fields, 'data', f'{where}.source')}"
+        case "url":
+            url = string_of(fields, "url", f"{where}.source")
+        case _:
+            raise WrongParameterError(
+                "messages",
+                f"{where}.source: give type base64 with media_type image/png or image/jpeg, and data",
+            )
+    return image_part(url, where)
 
 
 def text_of_blocks(content: str | Sequence[Block], where: str) -> str:
@@ -114,32 +136,52 @@ def thinking_of(block: Block, where: str) -> str:
         ) from None
 
 
-def result_text(block: Block, where: str, tools: Mapping[str, Tool]) -> str:
-    """Return the text of a tool_result block. `tools` are the tools that a tool_reference may name.
-    The chat formats have no field for an error, so the text says it.
+def joined(parts: Sequence[dict[str, Any]]) -> str | Sequence[dict[str, Any]]:
+    """Return the content of a message with these parts: their text, unless there is an image."""
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """Return the part of a message with a text."""
+    return {"type": "text", "text": text}
+
+
+def result_content(
+    block: Block, where: str, tools: Mapping[str, Tool]
+) -> str | Sequence[dict[str, Any]]:
+    """Return the content of a tool_result block. `tools` are the tools that a tool_reference may
+    name. The chat formats have no field for an error, so the text says it.
     """
     content = block.get("content") or ""
     if isinstance(content, str):
-        text = content
+        parts = [text_part(content)]
     elif isinstance(content, list):
-        text = _result_parts(content, f"{where}.content", tools)
+        parts = _result_parts(content, f"{where}.content", tools)
     else:
         raise WrongParameterError("messages", f"{where}.content: give a string or a list of blocks")
     is_error = block.get("is_error") or False
     if not isinstance(is_error, bool):
         raise WrongParameterError("messages", f"{where}.is_error: give true or false")
-    return f"Error: {text}" if is_error else text
+    return joined([text_part("Error: "), *parts] if is_error else parts)
 
 
-def _result_parts(content: Sequence[Any], where: str, tools: Mapping[str, Tool]) -> str:
-    texts: list[str] = []
+def _result_parts(
+    content: Sequence[Any], where: str, tools: Mapping[str, Tool]
+) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = []
     specifications: list[str] = []
     for number, part in enumerate(content):
         place = f"{where}.{number}"
         if not isinstance(part, dict):
             raise WrongParameterError("messages", f"{place}: give an object with a type")
-        if block_type(part, place, ("text", "tool_reference")) == "text":
-            texts.append(string_of(part, "text", place))
+        kind = block_type(part, place, ("text", "image", "tool_reference"))
+        if kind != "tool_reference":
+            is_text = kind == "text"
+            parts.append(
+                text_part(string_of(part, "text", place)) if is_text else image_of(part, place)
+            )
             continue
         name = string_of(part, "tool_name", place)
         if name not in tools:
@@ -148,8 +190,8 @@ def _result_parts(content: Sequence[Any], where: str, tools: Mapping[str, Tool])
             )
         specifications.append(_specification(tools[name]))
     if specifications:
-        texts.append("\n".join(["<functions>", *specifications, "</functions>"]))
-    return "".join(texts)
+        parts.append(text_part("\n".join(["<functions>", *specifications, "</functions>"])))
+    return parts
 
 
 def referenced_tools(block: Block) -> list[str]:

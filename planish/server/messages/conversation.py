@@ -22,10 +22,13 @@ from planish.server.messages.content import (
     Block,
     block_type,
     chat_tool,
+    image_of,
+    joined,
     referenced_tools,
-    result_text,
+    result_content,
     string_of,
     text_of_blocks,
+    text_part,
     thinking_of,
 )
 from planish.server.messages.requests import CountTokensRequest, MessageParam, MessagesRequest
@@ -230,13 +233,19 @@ class _Translation:
         return {"type": "function", "id": prompt_id, "function": function}
 
     def _add_user(self, place: str, blocks: Sequence[PlacedBlock]) -> None:
-        texts: list[str] = []
-        results: dict[str, str] = {}
+        parts: list[dict[str, Any]] = []
+        results: dict[str, str | Sequence[dict[str, Any]]] = {}
         for where, block in blocks:
-            if block_type(block, where, ("text", "tool_result")) == "text":
-                texts.append(string_of(block, "text", where))
+            kind = block_type(block, where, ("text", "image", "tool_result"))
+            if kind != "tool_result":
+                is_text = kind == "text"
+                parts.append(
+                    text_part(string_of(block, "text", where))
+                    if is_text
+                    else image_of(block, where)
+                )
                 continue
-            if texts:
+            if parts:
                 raise WrongParameterError(
                     "messages", f"{where}: tool_result blocks must come before text blocks"
                 )
@@ -255,7 +264,7 @@ class _Translation:
                     "block in the previous message",
                 )
             self.referenced.update(referenced_tools(block))
-            results[id_] = result_text(block, where, self.tools)
+            results[id_] = result_content(block, where, self.tools)
         pending, self._pending = self._pending, {}
         for id_, call in pending.items():
             if id_ not in results:
@@ -264,8 +273,8 @@ class _Translation:
             result = {"tool_call_id": call.id, "name": call.name, "content": results[id_]}
             self._add(place, {"role": "tool", **result})
         self.check_no_pending_calls()
-        if texts or not results:
-            self._add(place, {"role": "user", "content": "".join(texts)})
+        if parts or not results:
+            self._add(place, {"role": "user", "content": joined(parts)})
 
 
 def _is_billing_header(block: Block) -> bool:

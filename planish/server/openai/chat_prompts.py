@@ -11,10 +11,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from planish.datasets.image_parts import chunk_of_data_url
 from planish.errors import UserError
-from planish.images import MAX_IMAGES
+from planish.images import MAX_IMAGES, ImageChunk
 from planish.renderers import Renderer
-from planish.renderers.image_parts import chunk_of_data_url
 from planish.renderers.messages import RENDERERS_WITH_TOOLS
 from planish.renderers.vision import VisionRenderer
 from planish.server.http.openai_errors import WrongParameterError
@@ -88,7 +88,10 @@ def build_prompt(
 def _read_images(
     model: ServedModel, renderer: Renderer, messages: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Return the messages of a request, in which image chunks replace the data URLs of images."""
+    """Return the messages of a request, in which image chunks replace the data URLs of images.
+
+    Another endpoint may have read its images already, as {"type": "image", "image": ImageChunk}.
+    """
     num_images = 0
     read: list[Mapping[str, Any]] = []
     for index, message in enumerate(messages):
@@ -110,13 +113,21 @@ def _read_images(
                 )
             if num_images > MAX_IMAGES:
                 raise WrongParameterError("messages", f"messages has over {MAX_IMAGES} images")
-            try:
-                chunk = chunk_of_data_url(_image_address(part, place), place)
-            except UserError as error:
-                raise WrongParameterError("messages", str(error)) from None
-            new_parts.append({"type": "image", "image": chunk})
+            if not isinstance(part.get("image"), ImageChunk):
+                part = image_part(_image_address(part, place), place)
+            new_parts.append(part)
         read.append({**message, "content": new_parts})
     return read
+
+
+def image_part(url: str, place: str) -> dict[str, Any]:
+    """Return the part of a message with the image of a data URL. Raise WrongParameterError, whose
+    text begins with `place`, for any other address and for invalid data.
+    """
+    try:
+        return {"type": "image", "image": chunk_of_data_url(url, place)}
+    except UserError as error:
+        raise WrongParameterError("messages", str(error)) from None
 
 
 def _is_image(part: Any) -> bool:

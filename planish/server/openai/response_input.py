@@ -36,9 +36,11 @@ from planish.server.openai.requests import (
 )
 from planish.server.openai.response_requests import (
     Content,
+    ContentPart,
     FunctionCallItem,
     FunctionOutputItem,
     FunctionTool,
+    ImagePart,
     Item,
     JsonSchemaTextFormat,
     MessageItem,
@@ -238,7 +240,7 @@ def _read_input(request: ResponsesRequest) -> _Conversation:
         is_start = is_start and is_system
         match item:
             case MessageItem() if is_start:
-                conversation.add_system(place, _text(item.content))
+                conversation.add_system(place, _text(item.content, place))
             case MessageItem(role="assistant"):
                 _add_answer(conversation, place, item)
             case MessageItem():
@@ -298,22 +300,32 @@ def _add_output(conversation: _Conversation, place: str, item: FunctionOutputIte
     conversation.add(place, message)
 
 
-def _content(content: Content) -> str | list[dict[str, str]]:
-    if isinstance(content, str):
-        return content
-    return [{"type": "text", "text": _part_text(part)} for part in content] or ""
+def _content(content: Content) -> str | list[dict[str, Any]]:
+    return content if isinstance(content, str) else list(map(_chat_part, content)) or ""
 
 
-def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
+def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _text(content: Content) -> str:
-    return content if isinstance(content, str) else "".join(map(_part_text, content))
+def _text(content: Content, place: str) -> str:
+    """Return the text of a system message at the start."""
+    if isinstance(content, str):
+        return content
+    parts = list(map(_chat_part, content))
+    if any(part["type"] != "text" for part in parts):
+        raise WrongParameterError(
+            "input", f"{place} is a system message with an image; send the image as a user"
+        )
+    return "".join(part["text"] for part in parts)
 
 
-def _part_text(part: Any) -> str:
-    return part.text if isinstance(part, Part) else part.refusal
+def _chat_part(part: ContentPart) -> dict[str, Any]:
+    """Return a part in the form of the chat endpoint."""
+    if isinstance(part, ImagePart):
+        image = {"url": part.image_url, "detail": part.detail}
+        return {"type": "image_url", "image_url": image}
+    return {"type": "text", "text": part.text if isinstance(part, Part) else part.refusal}
 
 
 def _read_tools(request: ResponsesRequest) -> dict[FunctionId, Tool]:

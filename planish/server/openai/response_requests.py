@@ -31,7 +31,7 @@ _SEND_ALL = "nothing is stored here; send the whole conversation in input"
 _NO_HOSTED_TOOLS = (
     "this server runs no tools itself; leave this tool out, or offer a function in its place"
 )
-_TEXT_ONLY = "the models here read text; send it as input_text"
+_NO_FILES = "the models here read text and images; send it as input_text"
 
 
 def _rejects(remedies: Mapping[str, str]) -> Callable[[Any], Any]:
@@ -84,16 +84,23 @@ class RefusalPart(StrictModel):
     refusal: str
 
 
+class ImagePart(StrictModel):
+    """An image, as a data URL."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: str | None = None
+
+
 ContentPart = Annotated[
-    Part | RefusalPart,
+    Part | RefusalPart | ImagePart,
     Field(discriminator="type"),
     BeforeValidator(
         _rejects(
             {
-                "input_image": _TEXT_ONLY,
-                "input_audio": _TEXT_ONLY,
-                "input_file": _TEXT_ONLY,
-                "image_url": _TEXT_ONLY,
+                "input_audio": _NO_FILES,
+                "input_file": _NO_FILES,
+                "image_url": "send it as input_image, with the data URL as image_url",
             }
         )
     ),

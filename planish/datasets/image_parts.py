@@ -1,10 +1,11 @@
-"""Images in the content of messages: {"type": "image", "image": ...}."""
+"""Read the image of a message's part as an ImageChunk."""
 
 from __future__ import annotations
 
 import base64
 import io
 import re
+from pathlib import Path
 from typing import Any
 
 from planish.errors import UserError
@@ -19,14 +20,16 @@ MAX_DATA_URL_CHARACTERS = 64 + -(-MAX_IMAGE_BYTES // 3) * 4
 def image_chunk(image: Any, where: str) -> ImageChunk:
     """Return the image of a message's part as a chunk.
 
-    `image`: the bytes of a PNG or JPEG file, a PIL image, an ImageChunk, or a data URL. `where`: the
-    part, with which errors begin. Raises UserError for anything else. No file is read and no address
-    is fetched.
+    `image`: the bytes of a PNG or JPEG file, the Path of such a file, a PIL image, an ImageChunk, or
+    a data URL. `where`: the part, with which errors begin. Raises UserError for anything else. A
+    string never names a file, and no address is fetched.
     """
     if isinstance(image, ImageChunk):
         return image
     if isinstance(image, str):
         return chunk_of_data_url(image, where)
+    if isinstance(image, Path):
+        image = _file_content(image, where)
     if hasattr(image, "convert") and hasattr(image, "save"):
         file = io.BytesIO()
         image.convert("RGB").save(file, "PNG")
@@ -40,6 +43,17 @@ def image_chunk(image: Any, where: str) -> ImageChunk:
     if not found:
         raise UserError(f"{where} has an image that is neither PNG nor JPEG; convert it")
     return _chunk(image, found[0], where)
+
+
+def _file_content(path: Path, where: str) -> bytes:
+    """Return the content of a file. At most one byte more than the limit is read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_IMAGE_BYTES + 1)
+    except OSError as error:
+        raise UserError(
+            f"{where} has the image {path}, which cannot be read ({error.strerror}); check the path"
+        ) from error
 
 
 def chunk_of_data_url(url: str, where: str) -> ImageChunk:
