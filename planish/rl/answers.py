@@ -3,6 +3,8 @@
 Legend: P problems of a batch, G answers of a group, T tokens of an answer, D datums.
 """
 
+# pyright: reportUnnecessaryIsInstance=false
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

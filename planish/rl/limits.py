@@ -116,7 +116,7 @@ class RolloutLimits:
 
         The result is at least 1, since `reached` ends an episode that has no token left.
         """
-        token_limits = []
+        token_limits: list[int] = []
         if self.max_turn_tokens is not None:
             token_limits.append(self.max_turn_tokens)
         if self.max_trajectory_tokens is not None:

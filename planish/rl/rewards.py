@@ -63,7 +63,7 @@ def read_reward(value: Any, grader: str, where: str = "") -> float:
     return reward
 
 
-def read_graded(value: Any, grader: str) -> tuple[float, Metrics]:
+def read_graded(value: Reward, grader: str) -> tuple[float, Metrics]:
     """Return (reward, metrics) of what a reward function returned (`Reward`). Each of several named
     numbers is also a metric. Raises UserError or NonFiniteError, which name `grader`.
     """

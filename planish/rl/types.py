@@ -63,9 +63,9 @@ class StepResult:
     episode_done: bool
     next_observation: Observation
     next_stop_condition: StopCondition
-    metrics: Metrics = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=Metrics)
     """Numbers by name. env/<tag>/NAME is the mean over the turns that have NAME."""
-    logs: Logs = field(default_factory=dict)
+    logs: Logs = field(default_factory=Logs)
     """Values that are shown in the rollout files only."""
     stop_reason: StopReason | None = None
     """Why the episode is done; None = completed."""
@@ -80,8 +80,8 @@ class InitialObservationOverflow:
     """
 
     reward: float = 0.0
-    metrics: Metrics = field(default_factory=dict)
-    logs: Logs = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=Metrics)
+    logs: Logs = field(default_factory=Logs)
 
 
 class Env(ABC):
@@ -108,8 +108,8 @@ class Transition:
     ac: TokensWithLogprobs
     reward: float
     episode_done: bool
-    metrics: Metrics = field(default_factory=dict)
-    logs: Logs = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=Metrics)
+    logs: Logs = field(default_factory=Logs)
     train_on_action: bool = True
 
 
@@ -147,7 +147,7 @@ class TrajectoryGroup:
     final_rewards_G: list[float]
     """Rewards of `EnvGroupBuilder.compute_group_rewards`, in addition to those of the turns."""
     metrics_G: list[Metrics]
-    rollout_errors: list[RolloutError] = field(default_factory=list)
+    rollout_errors: list[RolloutError] = field(default_factory=list[RolloutError])
     num_abstained: int = 0
     """Number of trajectories that were left out because their grader abstained (AbstainError). If
     it abstained from all, the group has no trajectories.

@@ -22,9 +22,9 @@ class BatchOrder:
 
     next_index: int
     """The batch that is used next."""
-    restored: deque[int] = field(default_factory=deque)
+    restored: deque[int] = field(default_factory=deque[int])
     """The batches of steps that an earlier process had started and not finished, in order."""
-    running: deque[int] = field(default_factory=deque)
+    running: deque[int] = field(default_factory=deque[int])
     """The batches of the steps that are running, in order, without their refills."""
 
     def __post_init__(self) -> None:

@@ -68,7 +68,7 @@ SAMPLING_TEMPERATURE = rule(
 )
 
 
-def check_fields(options: Any) -> None:
+def check_fields(options: object) -> None:
     """Raise UserError for the first field of a chz object whose value breaks its rule."""
     for name in chz.chz_fields(type(options)):
         value, found = getattr(options, name), rule_of(type(options), name)

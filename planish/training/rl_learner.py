@@ -55,10 +55,12 @@ from planish.training.run_loop import RunLoop
 class PendingBatch:
     """The groups of one step, while they are rolled out and afterwards."""
 
-    groups: list[asyncio.Task[GroupRollout | None]] = field(default_factory=list)
-    progress: list[Stage] = field(default_factory=list)
+    groups: list[asyncio.Task[GroupRollout | None]] = field(
+        default_factory=list[asyncio.Task[GroupRollout | None]]
+    )
+    progress: list[Stage] = field(default_factory=list[Stage])
     """The displays of the dataset's batches: one, and one for each refill."""
-    errors_of_dropped: list[RolloutError] = field(default_factory=list)
+    errors_of_dropped: list[RolloutError] = field(default_factory=list[RolloutError])
     """The rollout errors of dropped groups."""
 
 
@@ -73,7 +75,7 @@ class RLLearner:
     evaluators: Sequence[Evaluator]
     shaping: AdvantageShaping | None
     context_window: int | None
-    in_flight: deque[PendingBatch] = field(default_factory=deque)
+    in_flight: deque[PendingBatch] = field(default_factory=deque[PendingBatch])
     """Batches that have not been trained on, the next one first."""
     current_update: TrainingStep | None = None
     """The update of the step that is being trained on."""
@@ -332,12 +334,12 @@ class RunCounters:
 
     tokens: Counter[str]
     errors: Counter[str]
-    step_tokens: Counter[str] = field(default_factory=Counter)
+    step_tokens: Counter[str] = field(default_factory=Counter[str])
 
     @classmethod
     def from_checkpoint(cls, record: CheckpointRecord | None) -> Self:
         """Return the counts of a checkpoint; zeros without a checkpoint."""
-        extra = record.extra if record else {}
+        extra: Mapping[str, Any] = record.extra if record else {}
         return cls(
             Counter(extra.get("cumulative_tokens", {})), Counter(extra.get("rollout_errors", {}))
         )

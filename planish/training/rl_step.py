@@ -60,17 +60,19 @@ class TrainingStep:
     shaping: kl.AdvantageShaping | None
     """A term that is added to the advantages after they are computed, or None."""
     learning_rate: float
-    sampled_D: list[TrainingSequence] = field(default_factory=list)
+    sampled_D: list[TrainingSequence] = field(default_factory=list[TrainingSequence])
     """The sequences of all minibatches."""
-    data_D: list[TrainingSequence] = field(default_factory=list)
+    data_D: list[TrainingSequence] = field(default_factory=list[TrainingSequence])
     """The sequences of the minibatches that were submitted."""
-    _pending_outputs: list[Any] = field(default_factory=list)
+    _pending_outputs: list[Any] = field(default_factory=list[Any])
     _minibatches_since_update: int = 0
-    _pending_updates: list[Any] = field(default_factory=list)
-    _shaping_metrics: Metrics = field(default_factory=dict)
-    refill_metrics: Metrics = field(default_factory=dict)
+    _pending_updates: list[Any] = field(default_factory=list[Any])
+    _shaping_metrics: Metrics = field(default_factory=Metrics)
+    refill_metrics: Metrics = field(default_factory=Metrics)
     """Metrics of dynamic sampling; {} without."""
-    trained_tokens: dict[tuple[int, int], TrainedTokens] = field(default_factory=dict)
+    trained_tokens: dict[tuple[int, int], TrainedTokens] = field(
+        default_factory=dict[tuple[int, int], TrainedTokens]
+    )
     """The trained tokens of each trajectory, by (group, trajectory). `finish` fills it."""
 
     @property
@@ -116,7 +118,7 @@ class TrainingStep:
         """Wait for all submitted operations, and return the trainer's metrics. `on_minibatch_done`
         is called after each minibatch.
         """
-        outputs = []
+        outputs: list[ForwardBackwardOutput] = []
         for pending in self._pending_outputs:
             outputs.append(await pending)
             on_minibatch_done()

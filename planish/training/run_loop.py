@@ -12,7 +12,7 @@ checkpoint are dropped, because those steps are trained again.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -263,7 +263,7 @@ def start_run(
 @contextmanager
 def open_client(
     options: Any, service_client: ServiceClient | None, other_models: Sequence[str | None] = ()
-) -> Iterator[ServiceClient]:
+) -> Generator[ServiceClient]:
     """Provide `service_client` within the block. If it is None, open a client for the block: in
     this process, on the options' `replicas`, or at their `base_url`. `other_models` are additional base models to load.
     """

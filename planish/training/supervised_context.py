@@ -1,5 +1,7 @@
 """Limit `max_length` to the context windows of a run's models, so that no batch is rejected."""
 
+# pyright: reportUnknownMemberType=false
+
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -27,7 +29,7 @@ async def limit_to_context(
     if not isinstance(builder, ChatDatasetBuilder):
         return config
     max_length = builder.common_config.max_length
-    limits = []
+    limits: list[tuple[int, str]] = []
     for name, extra_tokens in ((config.model_name, 0), *other_models):
         context_window = (await model_info(service_client, name)).max_context_length
         if context_window is not None:

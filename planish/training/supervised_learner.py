@@ -71,7 +71,7 @@ class SupervisedLearner:
     dataset: SupervisedDataset
     objective: Objective
     schedules: Sequence[EvalSchedule]
-    pending: deque[PendingStep] = field(default_factory=deque)
+    pending: deque[PendingStep] = field(default_factory=deque[PendingStep])
     """Steps whose results have not arrived, the oldest first."""
     weights_ahead_of_record: bool = False
     """Whether the weights may contain a step that is neither logged nor in `pending`. This is so

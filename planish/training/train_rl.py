@@ -1,9 +1,10 @@
 """Start or resume an RL run. planish/training/rl_learner.py runs the training steps."""
 
+# pyright: reportUnnecessaryIsInstance=false
+
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import chz
 
@@ -111,7 +112,9 @@ async def train(
     )
 
 
-def checked_datasets(result: Any) -> tuple[RLDataset, RLDataset | None]:
+def checked_datasets(
+    result: tuple[RLDataset | None, ...],
+) -> tuple[RLDataset, RLDataset | None]:
     """Return the result of a dataset builder: a training set, and a test set or None. Raises
     UserError if it is anything else.
     """
@@ -147,7 +150,7 @@ def build_evaluators(config: Config, test_set: RLDataset | None) -> list[Evaluat
     """
     if config.eval_every == 0:
         return []
-    evaluators = [builder() for builder in config.evaluator_builders]
+    evaluators: list[Evaluator] = [builder() for builder in config.evaluator_builders]
     if test_set is None and config.eval_samples > 1:
         raise UserError(
             f"eval_samples={config.eval_samples}: the dataset has no test problems; give it some, "

@@ -8,7 +8,7 @@ builder may keep state of its group. Only the orders of epochs are cached.
 import bisect
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -53,7 +53,7 @@ class ProblemDataset(RLDataset, Generic[P]):
     _: KW_ONLY
     num_epochs: int = 1
     shuffle_seed: int | None = None
-    lengths: PromptLengths | None = None
+    lengths: PromptLengths[P] | None = None
     """The lengths of the prompts; None if they are not known."""
     check_answers: Callable[[int], None] | None = None
     """Raises UserError if a model that grades the answers cannot read answers of so many tokens."""
@@ -111,7 +111,7 @@ class ProblemDataset(RLDataset, Generic[P]):
 def evaluation_dataset(
     problems: Sequence[P],
     make_group: Callable[[P], EnvGroupBuilder],
-    lengths: PromptLengths | None = None,
+    lengths: PromptLengths[P] | None = None,
 ) -> ProblemDataset[P] | None:
     """Return all problems as one batch, for evaluation; None if there are none. `lengths` are those
     of their prompts, if they are known.
@@ -211,7 +211,7 @@ class GroupSequence:
         """Return the groups at these positions. A position that occurs twice gives two builders."""
         batches: dict[tuple[int, int], Sequence[EnvGroupBuilder]] = {}
         occurrences: Counter[int] = Counter()
-        groups = []
+        groups: list[EnvGroupBuilder] = []
         for position in positions:
             index, offset = divmod(position, self._batch_size)
             key = index, occurrences[position]
@@ -297,7 +297,7 @@ class InterleavedRLDataset(RLDataset):
         _check_index(index, len(self))
         start = index * self.groups_per_batch
         positions = self._positions[start : start + self.groups_per_batch]
-        iterators = []
+        iterators: list[Iterator[EnvGroupBuilder]] = []
         for source_index, source in enumerate(self._sources):
             source_indices = [
                 index_in_epoch % len(source) for s, index_in_epoch in positions if s == source_index
@@ -386,7 +386,7 @@ def assign_positions(weights: Sequence[float], count: int) -> list[tuple[int, in
     positions with the same source.
     """
     num_assigned = [0] * len(weights)
-    positions = []
+    positions: list[tuple[int, int]] = []
     for _ in range(count):
         source = max(range(len(weights)), key=lambda s: weights[s] / (2 * num_assigned[s] + 1))
         positions.append((source, num_assigned[source]))

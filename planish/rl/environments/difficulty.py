@@ -72,7 +72,8 @@ def select_by_difficulty(
     """
     assert options.difficulty_from is not None
     rates = success_rates(options.difficulty_from)
-    selected, num_unknown = [], 0
+    selected: list[int] = []
+    num_unknown = 0
     for index, problem in enumerate(problems):
         prompt = prompt_of(problem)
         rate = rates.get(prompt_id(prompt)) if prompt is not None else None

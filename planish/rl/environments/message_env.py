@@ -21,6 +21,8 @@ The adapter adds the metrics parse_error, max_tokens_reached and context_overflo
 environment. They are 0 or 1 in every turn, so their means are fractions of all turns.
 """
 
+# pyright: reportUnnecessaryIsInstance=false
+
 import asyncio
 import time
 from abc import ABC, abstractmethod
@@ -59,8 +61,8 @@ class MessageStepResult:
     """The whole conversation: all earlier messages, the policy's answer, and the messages after
     it.
     """
-    metrics: Metrics = field(default_factory=dict)
-    logs: Logs = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=Metrics)
+    logs: Logs = field(default_factory=Logs)
     next_stop_condition: StopCondition | None = None
     """Stop condition of the next answer; None = the renderer's stop sequences. If it is given, the
     adapter does not require a stop sequence of the renderer at the end of that answer.

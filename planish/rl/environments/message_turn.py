@@ -29,8 +29,8 @@ class TurnOutcome:
     reward: float
     stop_reason: StopReason | None = None
     """Why the episode ends here; None = it continues."""
-    metrics: Metrics = field(default_factory=dict)
-    logs: Logs = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=Metrics)
+    logs: Logs = field(default_factory=Logs)
     is_parse_error: bool = False
     train_on_action: bool = True
     next_stop_condition: StopCondition | None = None

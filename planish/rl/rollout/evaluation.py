@@ -24,7 +24,9 @@ class RepeatedGroup(EnvGroupBuilder):
     """
 
     inners: Sequence[EnvGroupBuilder]
-    _index_by_env_id: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
+    _index_by_env_id: dict[int, int] = field(
+        default_factory=dict[int, int], repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plays_together", self.inners[0].plays_together)

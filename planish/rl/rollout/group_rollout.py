@@ -20,7 +20,7 @@ same samples may lead to the same failure.
 import asyncio
 import logging
 import textwrap
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -56,7 +56,7 @@ class GroupRun:
     strategy: RolloutStrategy
     seed: int | None = None
     on_turn: OnTurn | None = None
-    failures: list[RolloutError] = field(default_factory=list)
+    failures: list[RolloutError] = field(default_factory=list[RolloutError])
     """All failed attempts so far, whether or not a retry succeeded."""
     num_abstained: int = 0
     """Number of trajectories that were left out because their grader abstained."""
@@ -212,7 +212,7 @@ def describe(builder: EnvGroupBuilder) -> str:
 
 
 @contextmanager
-def error_context(where: str, builder: EnvGroupBuilder) -> Iterator[None]:
+def error_context(where: str, builder: EnvGroupBuilder) -> Generator[None]:
     """Add a note with `where` and the group to errors of the block. A SystemExit becomes a
     RuntimeError, as does a CancelledError if this task was not cancelled (`exits_as_errors`).
     """
@@ -225,7 +225,7 @@ def error_context(where: str, builder: EnvGroupBuilder) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def time_limit(name: str, seconds: float | None) -> AsyncIterator[None]:
+async def time_limit(name: str, seconds: float | None) -> AsyncGenerator[None]:
     """Raise TimeoutError if the block takes longer than `seconds`; None = no limit. `name` is the
     name of the option, for the message.
     """

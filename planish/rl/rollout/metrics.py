@@ -41,7 +41,7 @@ def _metrics_by_tag(
     for group in groups_P:
         for tag in dict.fromkeys(group.tags):
             groups_by_tag[tag].append(group)
-    reported_tags = (
+    reported_tags: dict[str, list[GroupRollout]] = (
         groups_by_tag
         if any(len(groups) < len(groups_P) for groups in groups_by_tag.values())
         else {}

@@ -11,11 +11,12 @@ With a seed, the samples of a group depend only on (seed, index of the trajector
 the first attempt of trajectory g samples with `policy.seeded(derived_seed(seed, g))`.
 """
 
+# pyright: reportUnnecessaryIsInstance=false
+
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from planish import logtree
 from planish.completers import TokenCompleter
@@ -128,7 +129,7 @@ async def grade_group(
     ]
     grades: list[Grade | AbstainError] = []
     if graded_G:
-        returned: Any
+        returned: Sequence[Grade | AbstainError]
         try:
             with error_context("compute_group_rewards", builder):
                 async with time_limit("grader_timeout_seconds", termination.grader_timeout_seconds):
@@ -163,7 +164,7 @@ def clamp_reward(
 
 
 def validate_grades(
-    returned: Any, builder: EnvGroupBuilder, size: int
+    returned: Sequence[Grade | AbstainError], builder: EnvGroupBuilder, size: int
 ) -> list[Grade | AbstainError]:
     """Return the result of `compute_group_rewards` as grades. Raises UserError unless there is one
     (reward, metrics) or AbstainError for each of `size` trajectories, and NonFiniteError for a
@@ -194,7 +195,7 @@ def validate_grades(
 
 
 @asynccontextmanager
-async def cleanup_after(builder: EnvGroupBuilder, rules: FailureRules) -> AsyncIterator[None]:
+async def cleanup_after(builder: EnvGroupBuilder, rules: FailureRules) -> AsyncGenerator[None]:
     """Call `builder.cleanup` once after the block. If the block raises an error, that error is
     raised, and an error of `cleanup` is only logged. After a successful block, an error of
     `cleanup` is raised, or logged if `rules` tolerate failures.

@@ -17,6 +17,8 @@ a last turn without tokens. The reward of that turn counts, but it has no tokens
 The rollout opens no log scope and starts no task, so the environment logs to the caller's scope.
 """
 
+# pyright: reportUnnecessaryIsInstance=false
+
 import asyncio
 import inspect
 import time

@@ -172,8 +172,10 @@ class Peer:
                 raise reason
             case Reply(_, _, PackedError() as error):
                 raise error.to_exception()
-        assert isinstance(last, Reply)
-        return last.result
+            case Reply():
+                return last.result
+            case _:
+                raise AssertionError(f"a call ended with {last!r}")
 
     async def serve(self, answer: Answer) -> None:
         """Answer the calls of the other end that are not nested, until the other end sends no more
@@ -221,6 +223,8 @@ class Peer:
                             for task in tasks.values():
                                 task.cancel()
                             return last
+                        case _:
+                            pass  # a Cancel of a call that has been answered
 
     async def _answer(self, call: Call, answer: Answer) -> None:
         try:

@@ -19,10 +19,12 @@ When the `async with` block ends, unfinished groups are cancelled and their buil
 worker that takes longer than ten seconds is killed. If this process is killed, the workers end too.
 """
 
+# pyright: reportUnnecessaryIsInstance=false
+
 import asyncio
 import logging
 import pickle
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -41,6 +43,11 @@ from planish.rl.rollout.rollouts import OnTurn
 from planish.rl.rollout.strategy import FailFast, RolloutStrategy
 from planish.rl.types import EnvGroupBuilder, RolloutError, TrajectoryGroup
 
+# With a class as literal, isinstance would narrow a value of any type to unknown type arguments.
+_PARTIAL: type = partial
+_MAPPING: type = Mapping
+_COLLECTIONS: tuple[type, ...] = (list, tuple, set, frozenset)
+
 logger = logging.getLogger(__name__)
 
 
@@ -56,7 +63,7 @@ class RolloutPool:
 
     @staticmethod
     @asynccontextmanager
-    async def open(max_workers: int) -> "AsyncIterator[RolloutPool | None]":
+    async def open(max_workers: int) -> "AsyncGenerator[RolloutPool | None]":
         """Yield a pool, or None for 0 workers: groups are then rolled out in this process."""
         if max_workers == 0:
             yield None
@@ -198,13 +205,13 @@ def can_be_pickled(value: Any) -> bool:
 
 def attributes_and_items(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield (path, value) for each attribute or item of `value`."""
-    if isinstance(value, partial):
+    if isinstance(value, _PARTIAL):
         yield from (
             (f"{name}.{part}", getattr(value, part)) for part in ("func", "args", "keywords")
         )
-    elif isinstance(value, Mapping):
+    elif isinstance(value, _MAPPING):
         yield from ((f"{name}[{key!r}]", item) for key, item in value.items())
-    elif isinstance(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, _COLLECTIONS):
         yield from ((f"{name}[{index}]", item) for index, item in enumerate(value))
     elif not isinstance(value, (type, FunctionType)):
         yield from (

@@ -102,11 +102,15 @@ class RemotePolicy(TokenCompleter):
         return await self.peer.call(request, self.rollout)
 
 
+def _ignore_signal(*_: object) -> None:
+    """Do nothing."""
+
+
 def main(end: socket.socket) -> None:
     """Serve the training process until it closes its end of the socket."""
     # Programs started by environments would inherit SIG_IGN, so use handlers that do nothing.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, _ignore_signal)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     threading.Thread(target=end_with_parent, daemon=True).start()
