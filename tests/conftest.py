@@ -5,26 +5,28 @@ the files. With `--dist loadfile`, each process would collect all files, which t
 tenth of all tests.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     parser.addoption("--no-skips", action="store_true", help="a skipped test fails the run")
     parser.addoption(
         "--share-files",
         action="store_true",
         help="with --dist each: each process collects and runs only its share of the test files",
     )
+    options = pluginmanager.get_plugin("pytestconfig").known_args_namespace
+    if "PYTEST_XDIST_WORKER" in os.environ or not getattr(options, "numprocesses", None):
+        # Now, because the conftest.py of a directory may import Triton. The process that only
+        # shares out the tests does without torch, whose import takes seconds.
+        pluginmanager.import_plugin("each_process")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("numprocesses", None):
-        # This process runs no test, so it does without torch, whose import takes seconds.
-        return
-    config.pluginmanager.import_plugin("each_process")
     worker = getattr(config, "workerinput", None)
     if worker is not None and config.getoption("share_files"):
         number = int(worker["workerid"].removeprefix("gw"))
