@@ -101,11 +101,8 @@ class Answers:
 
     def runs(self, parameters: Parameters) -> Row:
         """Return the list of runs, and the groups of runs that differ in one option."""
-        readers = self.catalog.runs()
-        summaries = []
-        for reader in readers:
-            reader.refresh_metrics()
-            summaries.append(reader.summary())
+        readers = self.catalog.refreshed_runs()
+        summaries = [reader.summary() for reader in readers]
         summaries.sort(key=lambda run: (run["state"] != "running", -(run["updated"] or 0)))
         return {
             "runs": summaries,
@@ -153,7 +150,13 @@ class Answers:
         for run_id in parameters.all("run"):
             reader = self._run(run_id)
             with reader.lock:
-                runs.append({"run": run_id, "problems": reader.problems()})
+                runs.append(
+                    {
+                        "run": run_id,
+                        "problems": reader.problems(),
+                        "is_partial": reader.is_partly_read(),
+                    }
+                )
                 for metric in parameters.all("metric"):
                     found = reader.metrics.series(
                         metric, points, by_time=axis == "time", low=low, high=high
@@ -215,7 +218,7 @@ class Answers:
         first = rows[0] if rows else {}
         return {
             "path": short_path(reader.path),
-            "rollouts": [_with_texts(reader, row) for row in rows],
+            "rollouts": [with_texts(reader, row) for row in rows],
             "tags": first.get("tags", ()),
             "prompt_id": first.get("prompt_id"),
             "sampler_step": first.get("sampler_step"),
@@ -329,7 +332,8 @@ def _with_snippets(reader: RunReader, row: Row) -> Row:
     }
 
 
-def _with_texts(reader: RunReader, row: Row) -> Row:
+def with_texts(reader: RunReader, row: Row) -> Row:
+    """Return a row of the table of rollouts with its `texts`, or with the `problem` of reading them."""
     try:
         return {**row, "texts": reader.texts(row), "problem": None}
     except LookupError as error:

@@ -18,8 +18,10 @@ _SCAN_SECONDS = 3.0
 _MAX_READ_BYTES = 16 << 20
 """How much of a metrics file one request reads. It takes a few tenths of a second."""
 _RUN_FILES = (METRICS, CHECKPOINTS)
-PLACE_OPTIONS = frozenset({"log_path", "wandb_name", "base_url"})
-"""Options that say where a run is, not what it does. Comparisons leave them out."""
+PLACE_OPTIONS = frozenset({"log_path", "wandb_name", "base_url", "session", "tenant", "closed"})
+"""Options that say where a run is, not what it does. Comparisons leave them out. The last three are
+those of a server's runs.
+"""
 
 
 class RunCatalog(Protocol):
@@ -29,8 +31,8 @@ class RunCatalog(Protocol):
     is_cut: bool
     """Whether there are more runs than those that are shown."""
 
-    def runs(self) -> Sequence[RunReader]:
-        """Return all runs."""
+    def refreshed_runs(self) -> Sequence[RunReader]:
+        """Return all runs, after reading what is new of their metrics."""
         ...
 
     def run(self, run_id: str) -> RunReader:
@@ -63,6 +65,13 @@ class Catalog:
         with self._lock:
             self._scan_if_due()
             return [self._readers[run_id] for run_id in sorted(self._readers)]
+
+    def refreshed_runs(self) -> list[RunReader]:
+        """Return the readers of all runs, after reading what is new of their metrics."""
+        readers = self.runs()
+        for reader in readers:
+            reader.refresh_metrics()
+        return readers
 
     def evaluations(self) -> dict[str, Path]:
         """Return the directories of `planish eval` by their ids."""

@@ -1,5 +1,5 @@
-"""One HTML file with the curves, options, evaluations and findings of runs, which opens without
-planish and without a network.
+"""One HTML file with the curves, rollouts, options, evaluations and findings of runs, which opens
+without planish and without a network.
 
 The file has the console's own modules as one script, and the answers to the requests that its views
 send. A content security policy with the hash of the script allows nothing else.
@@ -17,6 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from planish.console.answers import Answers, Parameters
+from planish.console.saved_rollouts import saved_rollouts
 from planish.logtree.html import PALETTE
 from planish.reports.rollout_page import TOKEN_SCRIPT
 
@@ -24,6 +25,7 @@ _STATIC = Path(__file__).parent / "static"
 SHARED = {"palette.css": PALETTE, "token_text.js": TOKEN_SCRIPT}
 """Files of static/ that the pages of rollouts have too, by name."""
 _VIEWS = ("curves", "evaluations", "checkpoints", "findings", "options")
+_ROLLOUT_VIEWS = ("rollouts", "group")
 _MAX_POINTS = 1000
 """MAX_POINTS of static/curves.js."""
 TEMPLATES = Environment(
@@ -35,10 +37,18 @@ _EXPORT = re.compile(r"^export ((?:async )?(?:function\*?|const|class) (\w+))", 
 
 def export_page(answers: Answers, runs: Sequence[str], to_json: Callable[[Any], bytes]) -> str:
     """Return the page. Raises LookupError if there is no such run."""
+    readers = {run: answers.catalog.run(run) for run in runs}
+    for reader in readers.values():
+        reader.refresh_metrics()
+        while reader.is_partly_read():
+            reader.refresh_metrics()
+    rollouts = {run: saved_rollouts(reader, len(runs)) for run, reader in readers.items()}
+    has_rollouts = any(saved["total"] for saved in rollouts.values())
     data = {
-        "views": _VIEWS,
+        "views": _VIEWS + (_ROLLOUT_VIEWS if has_rollouts else ()),
         "start": "/curves?" + urlencode([("run", run) for run in runs]),
         "answers": _recorded_answers(answers, runs),
+        "rollouts": rollouts,
     }
     script = joined_modules("app")
     chart = (_STATIC / "uplot/uPlot.iife.min.js").read_text()
@@ -108,4 +118,5 @@ def _recorded_answers(answers: Answers, runs: Sequence[str]) -> dict[str, Any]:
 
 def request_path(path: str, pairs: Sequence[tuple[str, str]]) -> str:
     """Return the path of a request with sorted parameters, as `requestPath` in static/api.js."""
-    return f"{path}?{urlencode(sorted(pairs, key=lambda pair: pair[0]), safe='*')}"
+    query = urlencode(sorted(pairs, key=lambda pair: pair[0]), safe="*")
+    return f"{path}?{query.replace('~', '%7E')}"

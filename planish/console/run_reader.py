@@ -120,6 +120,10 @@ class RunReader:
                 tail = self._summary_rows[path] = RowTail(path)
             self.rollouts.add([rows_of_summary(row) for row in tail.read()])
 
+    def is_partly_read(self) -> bool:
+        """Return whether `refresh_metrics` has left rows for the next call."""
+        return self._metric_rows.unread_bytes > 0
+
     def problems(self) -> list[str]:
         """Return messages about files that are missing or damaged. Empty if all is well."""
         with self.lock:

@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio.from_thread
@@ -21,7 +22,7 @@ from planish.server.durable.records import SessionRow, select
 from planish.server.metrics import resident_bytes
 from planish.server.results import NotFound, Tenant
 from planish.server.server import Server
-from planish.server.session_timeline import SessionTimeline
+from planish.server.session_timeline import MAX_REQUESTS, SessionTimeline
 
 T = TypeVar("T")
 
@@ -202,16 +203,11 @@ class ServerAnswers(Answers):
         ]
 
     def session(self, parameters: Parameters) -> Row:
-        """Return one session with its timeline. Raises LookupError if the tenant has none."""
+        """Return one session with its timeline. Raises NotFound if the tenant has none."""
         session_id = parameters.text("session")
-        row = self._session_row(session_id)
-
-        async def read() -> SessionTimeline:
-            return await self._server.timelines.read(
-                Tenant(row.tenant), session_id, _MAX_SHOWN_REQUESTS
-            )
-
-        timeline = self._in_loop(read)
+        row, timeline = self._in_loop(
+            partial(self._session_and_timeline, session_id, _MAX_SHOWN_REQUESTS)
+        )
         return {
             **_session(row),
             "now": time.time(),
@@ -220,22 +216,21 @@ class ServerAnswers(Answers):
             "num_left_out": timeline.num_left_out,
         }
 
-    def _session_row(self, session_id: str) -> SessionRow:
-        rows = self._read_database(lambda db: select(db, SessionRow, "id = ?", [session_id]))
-        if not rows or not self._sees(rows[0].tenant):
-            raise LookupError(f"there is no session {session_id[:200]!r}")
-        return rows[0]
-
     async def timeline(self, session_id: str) -> SessionTimeline:
         """Return the whole timeline of a session. Raises NotFound if the tenant has none. Call this
         in the event loop.
         """
+        return (await self._session_and_timeline(session_id, MAX_REQUESTS))[1]
+
+    async def _session_and_timeline(
+        self, session_id: str, limit: int
+    ) -> tuple[SessionRow, SessionTimeline]:
         rows: Sequence[SessionRow] = await self._server.store.read(
             select, SessionRow, "id = ?", [session_id]
         )
         if not rows or not self._sees(rows[0].tenant):
             raise NotFound(f"there is no session {session_id[:200]!r}")
-        return await self._server.timelines.read(Tenant(rows[0].tenant), session_id)
+        return rows[0], await self._server.timelines.read(session_id, limit)
 
     # Runs.
 

@@ -4,18 +4,20 @@ A server without keys serves programs on its own machine, and so does its consol
 keys, a person gives the API key once. The console then sets a cookie with a random token, which
 scripts of a page cannot read and which browsers send to the console only. The key itself stays in
 the server's memory. A tenant sees its own sessions and runs. The key with the name `operator` in the
-key file sees those of all tenants.
+key file sees those of all tenants. Chats are requests of the tenant like those of POST
+/v1/chat/completions, with the same limits.
 """
 
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from urllib.parse import urlsplit
 
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
@@ -31,9 +33,14 @@ from planish.console.web import (
     static_files,
 )
 from planish.errors import PlanishError
-from planish.server.http.context import authenticate
+from planish.server.http.budgets import MAX_SAMPLE_BODY
+from planish.server.http.context import RequestContext, authenticate, status_and_message
 from planish.server.http.routes_traces import trace_response
+from planish.server.http.v1 import ClientGoneError
+from planish.server.openai.chat import chat_completions
 from planish.server.openai.lora_adapters import OPERATOR_KEY_NAME
+from planish.server.openai.models import OpenAIModels
+from planish.server.openai.requests import ChatRequest, read_request
 from planish.server.results import Unauthorized, status_of
 from planish.server.server import Server
 from planish.server.settings import HttpSettings
@@ -47,6 +54,7 @@ VIEWS = (
     "curves",
     "checkpoints",
     "findings",
+    "chat",
     "options",
 )
 _ANSWERS = (
@@ -95,8 +103,9 @@ class Logins:
 class ServerConsole:
     """The console of one server."""
 
-    def __init__(self, server: Server, settings: HttpSettings) -> None:
+    def __init__(self, server: Server, settings: HttpSettings, models: OpenAIModels) -> None:
         self._server = server
+        self._models = models
         self._has_keys = settings.tenants_by_key is not None
         public = urlsplit(settings.public_url or "")
         self._base = public.path.rstrip("/") + PATH
@@ -116,6 +125,7 @@ class ServerConsole:
                 *(Route(f"/api/{name}", self._data_endpoint(name)) for name in _ANSWERS),
                 Route("/api/login", self._log_in, methods=["POST"]),
                 Route("/api/logout", self._log_out, methods=["POST"]),
+                Route("/api/chat", self._chat, methods=["POST"]),
                 Route("/trace", self._trace),
                 Route("/export", self._export),
                 static_files(),
@@ -127,12 +137,16 @@ class ServerConsole:
     async def _shell(self, request: Request) -> Response:
         return Response(self._page, media_type="text/html")
 
-    def _answers_of(self, request: Request) -> ServerAnswers:
-        """Return the answers for the tenant of a request. Raises Unauthorized without a cookie."""
+    def _context(self, request: Request) -> RequestContext:
+        """Return the context of a request with its tenant. Raises Unauthorized without a cookie."""
         key = self._logins.key(request.cookies.get(_COOKIE, ""))
         if self._has_keys and key is None:
             raise Unauthorized("Give your API key to see your sessions and runs.")
-        tenant = authenticate(request, key).tenant
+        return authenticate(request, key)
+
+    def _answers_of(self, request: Request) -> ServerAnswers:
+        """Return the answers for the tenant of a request. Raises Unauthorized without a cookie."""
+        tenant = self._context(request).tenant
         sees_all = not self._has_keys or tenant.name == OPERATOR_KEY_NAME
         if tenant.name not in self._answers:
             self._answers[tenant.name] = ServerAnswers(
@@ -186,6 +200,20 @@ class ServerConsole:
         response.delete_cookie(_COOKIE, path=self._base)
         return response
 
+    async def _chat(self, request: Request) -> Response:
+        """Answer a chat request of OpenAI's API with a stream of events."""
+        try:
+            context = self._context(request)
+            self._server.engine.check_open()
+            read = partial(read_request, ChatRequest)
+            async with context.read_body(MAX_SAMPLE_BODY, read) as options:
+                return await chat_completions(self._models, context.tenant, request, options)
+        except (ClientDisconnect, ClientGoneError):
+            return Response(status_code=499)
+        except Exception as error:
+            status, message = status_and_message(error)
+            return error_json(message, status)
+
     async def _trace(self, request: Request) -> Response:
         try:
             answers = self._answers_of(request)
@@ -195,6 +223,6 @@ class ServerConsole:
             return error_json(str(error), status_of(error))
 
 
-def console_routes(server: Server, settings: HttpSettings) -> list[BaseRoute]:
-    """Return the routes of the console of a server."""
-    return ServerConsole(server, settings).routes()
+def console_routes(server: Server, settings: HttpSettings, models: OpenAIModels) -> list[BaseRoute]:
+    """Return the routes of the console of a server. `models` samples the answers of chats."""
+    return ServerConsole(server, settings, models).routes()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from planish.console.metric_table import MetricTable
 from planish.console.row_tail import Row, parse_object
@@ -24,6 +24,8 @@ ReadDatabase = Callable[[Callable[[sqlite3.Connection], T]], T]
 """Runs a function with a connection to the server's database, and returns its result."""
 
 _MAX_RUNS = 2000
+NEWEST_REQUEST = "SELECT accepted FROM requests WHERE owner = ? ORDER BY seq DESC LIMIT 1"
+"""The time of a model's newest request. MAX(accepted) would read all its requests."""
 _RUNNING_SECONDS = 120.0
 """A run counts as running for this long after its last request."""
 
@@ -36,6 +38,15 @@ class _RunRow:
     last_request: float
 
 
+class _StepRow(NamedTuple):
+    """A row of the table `steps`."""
+
+    id: int
+    step: int
+    metrics: bytes
+    """The metrics as JSON."""
+
+
 class ServerRun(RunReader):
     """One training run."""
 
@@ -44,35 +55,42 @@ class ServerRun(RunReader):
         self.row = row
         self.last_request = row.created
         self._read = read
-        self._last_id = -1
+        self.last_step_id = -1
+        """The id of the newest row of `steps` that was read; -1 before the first."""
         self.config = _config(row)
 
     def refresh_metrics(self) -> None:
-        """Read the rows of new steps. If a step is repeated, read all rows again."""
+        """Read the rows of new steps."""
         with self.lock:
-            rows = self._read(self._new_rows)
-            steps = [step for _, step, _ in rows]
+            self.add_steps(self._read_steps(self.last_step_id))
+
+    def add_steps(self, found: Sequence[_StepRow]) -> None:
+        """Add the rows that are newer than `last_step_id`. If a step is repeated, read all rows
+        again.
+        """
+        with self.lock:
+            rows = [row for row in found if row.id > self.last_step_id]
             last = self.metrics.last_step
-            if steps and last is not None and min(steps) <= last:
-                self.metrics, self._last_id = MetricTable(), -1
-                rows = self._read(self._new_rows)
+            if rows and last is not None and min(row.step for row in rows) <= last:
+                self.metrics = MetricTable()
+                rows = self._read_steps(-1)
             if rows:
-                self._last_id = rows[-1][0]
+                self.last_step_id = rows[-1].id
                 self.metrics.add(
-                    [{"step": step, **(parse_object(text) or {})} for _, step, text in rows]
+                    [{"step": row.step, **(parse_object(row.metrics) or {})} for row in rows]
                 )
 
-    def _new_rows(self, db: sqlite3.Connection) -> list[tuple[int, int, bytes]]:
-        query = "SELECT id, step, metrics FROM steps WHERE model = ? AND id > ? ORDER BY id"
-        rows = db.execute(query, [self.row.id, self._last_id])
-        return [(row[0], row[1], row[2].encode()) for row in rows]
+    def _read_steps(self, after: int) -> list[_StepRow]:
+        return self._read(lambda db: _steps(db, self.row.id, after))
 
     def refresh_rollouts(self) -> None:
         """Do nothing: the server has no rollouts."""
 
     def update(self, found: _RunRow) -> None:
         """Take over a newer row."""
-        self.row, self.last_request = found.model, found.last_request
+        if found.model != self.row:
+            self.row, self.config = found.model, _config(found.model)
+        self.last_request = found.last_request
 
     def state(self) -> str:
         """Return the state: finished if the run takes no more requests, else running or idle."""
@@ -113,11 +131,23 @@ class ServerCatalog:
         self._runs: dict[str, ServerRun] = {}
         self._lock = threading.Lock()
 
-    def runs(self) -> list[ServerRun]:
-        """Return the newest runs."""
-        found = self._read(lambda db: _run_rows(db, self._tenant))
+    def refreshed_runs(self) -> list[ServerRun]:
+        """Return the newest runs, after reading their new steps. The database is asked once."""
+        found, steps = self._read(self._rows_and_new_steps)
         self.is_cut = len(found) > _MAX_RUNS
-        return [self._take(row) for row in found[:_MAX_RUNS]]
+        runs = [self._take(row) for row in found[:_MAX_RUNS]]
+        for run in runs:
+            run.add_steps(steps[run.id])
+        return runs
+
+    def _rows_and_new_steps(
+        self, db: sqlite3.Connection
+    ) -> tuple[list[_RunRow], dict[str, list[_StepRow]]]:
+        found = _run_rows(db, self._tenant)
+        with self._lock:
+            last_ids = {run_id: run.last_step_id for run_id, run in self._runs.items()}
+        ids = [row.model.id for row in found]
+        return found, {run_id: _steps(db, run_id, last_ids.get(run_id, -1)) for run_id in ids}
 
     def run(self, run_id: str) -> ServerRun:
         """Return one run. Raises LookupError if the tenant has no such run."""
@@ -147,11 +177,18 @@ def _run_rows(
         f"{where} ORDER BY created DESC LIMIT ?",
         [*given.values(), _MAX_RUNS + 1],
     )
-    query = "SELECT MAX(accepted) FROM requests WHERE owner = ?"
+    newest = [db.execute(NEWEST_REQUEST, [row.id]).fetchone() for row in rows]
     return [
-        _RunRow(row, max(row.used, db.execute(query, [row.id]).fetchone()[0] or 0.0))
-        for row in rows
+        _RunRow(row, max(row.used, found[0] if found else 0.0))
+        for row, found in zip(rows, newest, strict=True)
     ]
+
+
+def _steps(db: sqlite3.Connection, run_id: str, after: int) -> list[_StepRow]:
+    """Return the rows of a run's steps whose ids are above `after`, in order."""
+    query = "SELECT id, step, metrics FROM steps WHERE model = ? AND id > ? ORDER BY id"
+    rows = db.execute(query, [run_id, after])
+    return [_StepRow(row[0], row[1], row[2].encode()) for row in rows]
 
 
 def _config(row: ModelRow) -> dict[str, Any]:

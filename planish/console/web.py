@@ -35,6 +35,7 @@ from planish.console.answers import Answers, BadRequest, Parameters
 from planish.console.export import SHARED, TEMPLATES, export_page
 from planish.logtree.nodes import plain
 from planish.server.http.origins import host_name, is_loopback
+from planish.server.results import NotFound
 
 STATIC = Path(__file__).parent / "static"
 CSP = "; ".join(
@@ -86,6 +87,8 @@ def data_response(request: Request, answer: Callable[[Parameters], Mapping[str, 
         data = answer(Parameters(request.query_params.multi_items()))
     except BadRequest as error:
         return error_json(str(error), 400)
+    except NotFound as error:
+        return error_json(str(error), 404)
     except Exception as error:
         # KeyError and IndexError are LookupErrors too, and mean a fault of the console.
         if type(error) is LookupError:

@@ -56,6 +56,7 @@ from planish.server.http.metrics_page import SubstitutedLosses, metrics_route
 from planish.server.memory_plan import MemoryPlan, device_memory, memory_plan
 from planish.server.openai import routes
 from planish.server.openai.lora_adapters import LoraAdapters
+from planish.server.openai.models import OpenAIModels
 from planish.server.options import ServeOptions
 from planish.server.server import Server
 from planish.server.settings import HttpSettings
@@ -64,7 +65,7 @@ from planish.server.uploads import ImportAdapter, Uploads
 
 __all__ = ["ServeOptions", "serve"]
 
-ConsoleRoutes = Callable[[Server, HttpSettings], list[BaseRoute]]
+ConsoleRoutes = Callable[[Server, HttpSettings, OpenAIModels], list[BaseRoute]]
 """Returns the routes of the console's pages."""
 
 _KEEP_ALIVE_SECONDS = 120
@@ -193,14 +194,13 @@ def _application(
         options.public_url,
         options.truncate_max_tokens,
     )
+    openai_models = OpenAIModels(server, models, options.model_aliases)
     registry = CollectorRegistry()
     registry.register(SubstitutedLosses(engine.substitutions))
     other_routes: list[BaseRoute] = [
         *routes_sampling.PLANISH_ROUTES,
         *routes.routes(
-            server,
-            models,
-            options.model_aliases,
+            openai_models,
             has_adapter_routes=import_adapter is not None and options.adapter_dir is not None,
         ),
         metrics_route(registry),
@@ -212,7 +212,7 @@ def _application(
             adapters = LoraAdapters(server, uploads, options.adapter_dir, options.model_aliases)
             other_routes += adapters.routes()
     if options.console and console_routes is not None:
-        other_routes += console_routes(server, http)
+        other_routes += console_routes(server, http, openai_models)
     app = create_app(server, http, other_routes)
     app.add_middleware(AccessLog, metrics=RequestMetrics(registry))
     return app

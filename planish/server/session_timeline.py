@@ -71,22 +71,21 @@ class Timelines:
         await self._sessions.record(tenant, session_id)
         return self._links.token(_LINK_PREFIX + session_id, tenant.name, seconds)
 
-    def session_of_token(self, token: str) -> tuple[Tenant, str]:
-        """Return the tenant and the session of a token. Raise NotFound for an invalid or expired
-        token, and for one of something else.
+    async def session_of_token(self, token: str) -> str:
+        """Return the session of a token. Raise NotFound for an invalid or expired token, for one of
+        something else, and if the session has been removed.
         """
         path, tenant = self._links.verify(token)
         if not path.startswith(_LINK_PREFIX):
             raise NotFound("this link is not one of a timeline")
-        return Tenant(tenant), path.removeprefix(_LINK_PREFIX)
+        session_id = path.removeprefix(_LINK_PREFIX)
+        await self._sessions.record(Tenant(tenant), session_id)
+        return session_id
 
-    async def read(
-        self, tenant: Tenant, session_id: str, limit: int = MAX_REQUESTS
-    ) -> SessionTimeline:
-        """Return the timeline of a session with its newest `limit` requests. Raise NotFound if the
-        tenant has no such session.
+    async def read(self, session_id: str, limit: int = MAX_REQUESTS) -> SessionTimeline:
+        """Return the timeline of a session with its newest `limit` requests. The caller has checked
+        that the reader may see the session.
         """
-        await self._sessions.record(tenant, session_id)
         begun = {
             request.id: request.begun
             for request in self._request_log.active.values()

@@ -1,5 +1,6 @@
 """Run directories for tests of the console, written by the classes that write real ones."""
 
+import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 from rollout_samples import group, single
 
 from planish.reports.rollout_files import RolloutFiles
+from planish.reports.rollout_records import TrainedTokens
 from planish.rl.rollout.rollouts import GroupRollout
 from planish.runlog.run_directory import CheckpointRecord, RunDirectory
 from planish.tokenizer import ModelTokenizer
@@ -80,6 +82,7 @@ def write_run(
     num_steps: int | None = None,
     metrics: Callable[[int, int], Metrics] = rl_metrics,
     rollouts: Callable[[int], list[GroupRollout]] = questions_of_step,
+    trained: Mapping[tuple[int, int], TrainedTokens] | None = None,
     eval_every: int = 0,
     checkpoint_at: int | None = None,
     is_final: bool = True,
@@ -93,7 +96,7 @@ def write_run(
             row = dict(metrics(step, total))
             if files is not None:
                 groups = rollouts(step)
-                files.write("train", step, groups, advantages_of(groups))
+                files.write("train", step, groups, advantages_of(groups), trained=trained)
                 if eval_every and step % eval_every == 0:
                     files.write("eval/test", step, rollouts(step), None)
                     row["test/env/all/correct"] = reward_curve(step)
@@ -111,3 +114,18 @@ def write_run(
                 )
             )
     return path
+
+
+def write_index(
+    path: Path, steps: int, groups: int, size: int, num_bytes: int | None = None
+) -> None:
+    """Write an index of rollouts without texts into a run directory."""
+    rows = [
+        {"step": step, "split": "train", "group": group, "sample": sample, "ending": "completed"}
+        | {"reward": (group + sample) % 2, "tags": [], "errors": [], "bytes": num_bytes}
+        for step in range(steps)
+        for group in range(groups)
+        for sample in range(size)
+    ]
+    (path / "rollouts").mkdir()
+    (path / "rollouts/index.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -15,6 +15,7 @@ from planish.console.server_app import console_routes
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
 from planish.server.http.app import create_app
+from planish.server.openai.models import OpenAIModels
 from planish.server.server import Server
 from planish.server.settings import HttpSettings
 
@@ -54,7 +55,8 @@ def serving_console(
     engine = Engine({"tiny": str(model)}, data_dir, EngineSettings(device="cpu"))
     server = Server(engine, data_dir, ["tiny"])
     http = HttpSettings(tenants_by_key=keys, **settings)
-    app = create_app(server, http, console_routes(server, http))
+    models = OpenAIModels(server, {"tiny": model})
+    app = create_app(server, http, console_routes(server, http, models))
     with serving_app(app) as url, ExitStack() as clients:
         yield ServedConsole(url, server, clients)
 

@@ -1,5 +1,6 @@
 """`planish serve --console` over HTTP: what each tenant sees, logins, and foreign pages."""
 
+import json
 import time
 from collections.abc import Iterator
 
@@ -101,6 +102,40 @@ def test_a_tenant_sees_nothing_of_another(served, runs):
         assert "alice" not in text, path
         assert session_id not in text, path
     assert "machine" not in data(browser, "server")
+
+
+def chat(browser: httpx2.Client, model: str, headers=ACTION, **options) -> httpx2.Response:
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"model": model, "messages": messages, "max_tokens": 8, "stream": True, **options}
+    return browser.post("/api/chat", json=body, headers=headers)
+
+
+def test_a_chat_streams_the_answer_of_a_checkpoint(served, runs):
+    browser, checkpoint = served.browser("tml-alice-key"), f"tinker://{runs['alice']}/weights/kept"
+    answer = chat(browser, checkpoint, stream_options={"include_usage": True})
+    assert answer.status_code == 200, answer.text
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["usage"]["completion_tokens"] == 8
+    assert chat(browser, "tiny").status_code == 200
+    wrong = chat(browser, "tiny", temperature=-1)
+    assert wrong.status_code == 400
+    assert "temperature" in wrong.json()["error"]
+
+
+def test_nobody_chats_with_a_checkpoint_of_another_tenant(served, runs):
+    checkpoint = f"tinker://{runs['alice']}/weights/kept"
+    for key in ("tml-bob-key", "tml-operator-key"):
+        answer = chat(served.browser(key), checkpoint)
+        assert answer.status_code == 404
+        assert "belongs to another tenant" in answer.json()["error"]
+    nobody = served.browser()
+    assert chat(nobody, checkpoint).status_code == 401
+    assert chat(nobody, "tiny", {**ACTION, "x-api-key": "tml-bob-key"}).status_code == 401
+    browser = served.browser("tml-alice-key")
+    assert chat(browser, checkpoint, {}).status_code == 403
+    foreign = {**ACTION, "origin": "https://elsewhere.example"}
+    assert chat(browser, checkpoint, foreign).status_code == 403
 
 
 def test_the_operator_sees_all_tenants(served, runs):

@@ -90,6 +90,26 @@ def test_a_tenant_sees_nothing_of_another(watched, served, runs):
     watched.errors.clear()
 
 
+def test_a_tenant_chats_with_its_checkpoints(watched, served, runs):
+    page = watched.page
+    log_in(watched, served.url, "tml-alice-key")
+    page.goto(f"{served.url}/console/chat?run={runs['alice']}")
+    page.get_by_label("first model").select_option("kept")
+    page.get_by_label("second model").select_option("base model")
+    page.get_by_label("Most tokens").fill("8")
+    page.get_by_label("message").fill("hello")
+    page.keyboard.press("Enter")
+    answers = page.locator(".message.assistant")
+    expect(answers).to_have_count(2)
+    for answer in (answers.first, answers.last):
+        expect(answer).to_contain_text("8 tokens, ended: length")
+    page.get_by_label("Temperature").fill("-1")
+    page.get_by_label("message").fill("hello")
+    page.keyboard.press("Enter")
+    expect(answers.nth(1)).to_contain_text("temperature")
+    watched.errors.clear()  # the browser logs the status 400
+
+
 def test_the_operator_sees_all_tenants_and_the_machine(watched, served, runs):
     page = watched.page
     log_in(watched, served.url, "tml-operator-key")
@@ -116,7 +136,13 @@ def test_the_pages_fit_a_phone_and_are_accessible(browser, served, runs):
     log_in(found, served.url, "tml-alice-key")
     run = runs["alice"]
     session = run.split(":")[0]
-    for address in ("", "sessions", f"session?session={session}", f"curves?run={run}"):
+    for address in (
+        "",
+        "sessions",
+        f"session?session={session}",
+        f"curves?run={run}",
+        f"chat?run={run}",
+    ):
         found.page.goto(f"{served.url}/console/{address}")
         expect(found.page.locator("main :is(h1, canvas)").first).to_be_visible()
         assert found.page.evaluate("document.documentElement.scrollWidth") <= 390, address

@@ -11,6 +11,7 @@ from planish.engine.settings import EngineSettings
 from planish.server.http import routes_sampling
 from planish.server.http.app import create_app
 from planish.server.openai import routes
+from planish.server.openai.models import OpenAIModels
 from planish.server.server import Server
 from planish.server.settings import HttpSettings
 
@@ -21,7 +22,7 @@ def serving(data: Path, name: str, model: str) -> Iterator[str]:
     models = {name: Path(model)}
     engine = Engine({name: model}, data, EngineSettings(dtype="float32", deterministic=True))
     server = Server(engine, data, list(models))
-    more = [*routes_sampling.PLANISH_ROUTES, *routes.routes(server, models)]
+    more = [*routes_sampling.PLANISH_ROUTES, *routes.routes(OpenAIModels(server, models))]
     app = create_app(server, HttpSettings(tokenizer_directories=models), more)
     with serving_app(app, lifespan="on") as url:
         try:

@@ -24,6 +24,7 @@ from planish.engine.settings import EngineSettings
 from planish.server.http import routes_sampling
 from planish.server.http.app import create_app
 from planish.server.openai import routes
+from planish.server.openai.models import OpenAIModels
 from planish.server.server import Server
 from planish.server.settings import HttpSettings
 from planish.service import CreateSampler, Operation, Sample, SampledToken
@@ -170,7 +171,8 @@ def serving(
         EngineSettings(dtype="float32", deterministic=True),
     )
     server = Server(engine, data, list(models))
-    more = [*routes_sampling.PLANISH_ROUTES, *routes.routes(server, models, aliases)]
+    openai_models = OpenAIModels(server, models, aliases)
+    more = [*routes_sampling.PLANISH_ROUTES, *routes.routes(openai_models)]
     app = create_app(
         server, HttpSettings(tokenizer_directories=models, tenants_by_key=KEYS, **settings), more
     )

@@ -28,6 +28,7 @@ from planish.server.http.app import create_app
 from planish.server.openai import routes
 from planish.server.openai.adapter_requests import LOAD_PATH, UNLOAD_PATH
 from planish.server.openai.lora_adapters import MAX_REQUESTS, LoraAdapters
+from planish.server.openai.models import OpenAIModels
 from planish.server.openai.openapi import openapi
 from planish.server.server import Server
 from planish.server.settings import HttpSettings, ServerSettings
@@ -72,7 +73,9 @@ def serving(data: Path, model_dir: Path, adapters: Path) -> Iterator[tuple[str, 
         [
             *routes_sampling.PLANISH_ROUTES,
             *routes_uploads.routes(uploads),
-            *routes.routes(server, models, {"fixed": "run/latest"}, has_adapter_routes=True),
+            *routes.routes(
+                OpenAIModels(server, models, {"fixed": "run/latest"}), has_adapter_routes=True
+            ),
             *LoraAdapters(server, uploads, adapters, {"fixed": "run/latest"}).routes(),
         ],
     )

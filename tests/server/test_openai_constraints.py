@@ -19,6 +19,7 @@ from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
 from planish.server.http.app import create_app
 from planish.server.openai import routes
+from planish.server.openai.models import OpenAIModels
 from planish.server.server import Server
 from planish.server.settings import HttpSettings
 
@@ -69,7 +70,7 @@ def served(model_dir, tmp_path_factory) -> Iterator[Served]:
     app = create_app(
         server,
         HttpSettings(tokenizer_directories=models, tenants_by_key=KEYS),
-        routes.routes(server, models),
+        routes.routes(OpenAIModels(server, models)),
     )
     with serving_app(app, lifespan="on", log_level="warning") as url:
         yield Served(url, engine._base_models.get(BASE).grammars)

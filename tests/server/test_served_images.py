@@ -25,6 +25,7 @@ from planish.renderers import get_renderer
 from planish.server.http import routes_sampling
 from planish.server.http.app import create_app
 from planish.server.openai import routes
+from planish.server.openai.models import OpenAIModels
 from planish.server.server import Server
 from planish.server.settings import HttpSettings
 from planish.testing import tiny_model
@@ -64,7 +65,7 @@ def url(models, tmp_path_factory) -> Iterator[str]:
         {name: str(path) for name, path in models.items()}, data, EngineSettings(dtype="float32")
     )
     server = Server(engine, data, list(models))
-    more = [*routes_sampling.PLANISH_ROUTES, *routes.routes(server, models, {})]
+    more = [*routes_sampling.PLANISH_ROUTES, *routes.routes(OpenAIModels(server, models))]
     settings = HttpSettings(tokenizer_directories=models, tenants_by_key={KEY: "first"})
     app = create_app(server, settings, more)
     with serving_app(app, lifespan="on", log_level="warning") as url:

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_client import TENANT, Client, adam, gradient, running
+from server_client import Client, adam, gradient, running
 from starlette.testclient import TestClient
 
 from planish.engine.engine import Engine
@@ -62,7 +62,7 @@ async def test_a_timeline_has_the_times_of_all_requests(model_dir, data_dir):
         model = await client.model()
         await model.step()
         await client.sample(await client.sampler())
-        timeline = await server.timelines.read(TENANT, client.session_id)
+        timeline = await server.timelines.read(client.session_id)
         assert timeline.owners == [model.model_id, f"{client.session_id}:sample:0"]
         kinds = [request.kind for request in timeline.requests]
         assert kinds == ["create_model", "forward_backward", "optim_step", "sample"]
@@ -71,10 +71,10 @@ async def test_a_timeline_has_the_times_of_all_requests(model_dir, data_dir):
             assert request.finished is not None
             assert start <= request.accepted <= request.begun <= request.finished <= time.time()
             assert request.state == "done"
-        newest = await server.timelines.read(TENANT, client.session_id, limit=1)
+        newest = await server.timelines.read(client.session_id, limit=1)
         assert ([each.kind for each in newest.requests], newest.num_left_out) == (["sample"], 3)
         with pytest.raises(NotFound):
-            await server.timelines.read(Tenant("another"), client.session_id)
+            await server.timelines.token(Tenant("another"), client.session_id, 60)
 
 
 async def test_each_step_has_a_row_of_metrics(model_dir, data_dir):

@@ -1,5 +1,7 @@
 // Requests to the console, and the data of an exported page, which has no console to ask.
 
+import { savedGroup, savedRollouts } from "./saved_rollouts.js";
+
 const root = document.documentElement;
 const embedded = document.getElementById("export-data");
 export const exported = embedded ? JSON.parse(embedded.textContent) : null;
@@ -28,6 +30,8 @@ export function requestPath(path, params = {}) {
 export async function get(path, params = {}, signal) {
   const key = requestPath(path, params);
   if (exported) {
+    const answer = { rollouts: savedRollouts, group: savedGroup }[path];
+    if (answer) return answer(exported.rollouts[params.run], params);
     if (!(key in exported.answers)) throw new RequestError("This exported page does not contain it. Open the run with planish console.");
     return exported.answers[key];
   }
@@ -48,9 +52,12 @@ export async function get(path, params = {}, signal) {
   return answer;
 }
 
+/** Whether this is the console of a server, whose login allows chats. */
+export const ON_SERVER = SHOWN_VIEWS.includes("server");
+
 /** Return whether this browser may act on runs: the console allows it, and the page has its key. */
 export async function actionsAllowed(signal) {
-  return !exported && SHOWN_VIEWS.includes("chat") && (await get("actions", {}, signal)).allowed;
+  return !exported && !ON_SERVER && (await get("actions", {}, signal)).allowed;
 }
 
 /** Send an action. The console takes it only from its own pages. */
@@ -63,7 +70,7 @@ export async function post(path, body, signal) {
   return answer;
 }
 
-/** Send an action whose answer comes in parts, one JSON object per line. */
+/** Send an action whose answer comes in parts: JSON objects, each in a line of its own or of an event stream. */
 export async function* postParts(path, body, signal) {
   const response = await fetch(`${BASE}/api/${path}`, {
     method: "POST", signal, body: JSON.stringify(body), headers: { "Content-Type": "application/json", "X-Planish-Console": "1" },
@@ -75,7 +82,10 @@ export async function* postParts(path, body, signal) {
     const { done, value } = await reader.read();
     const lines = (rest + (value ?? "")).split("\n");
     rest = lines.pop();
-    for (const line of lines) if (line) yield JSON.parse(line);
+    for (const line of lines) {
+      const text = line.replace(/^data: /, "");
+      if (text.startsWith("{")) yield JSON.parse(text);
+    }
     if (done) return;
   }
 }

@@ -1,17 +1,18 @@
 // A chat with one checkpoint, or with two side by side.
 
-import { actionsAllowed, get, postParts } from "./api.js";
+import { actionsAllowed, get, ON_SERVER, postParts } from "./api.js";
 import { field, fill, h, notice, number, select } from "./dom.js";
 import { setParams } from "./place.js";
 
 export async function chatView(area, { run, params, signal }) {
   const { checkpoints } = await get("checkpoints", { run }, signal);
-  const choices = [["", "base model"], ...checkpoints.map((row) => [row.sampler_path ?? row.state_path, `after step ${row.batch}`])];
-  if (!(await actionsAllowed(signal))) {
+  const base = ON_SERVER ? (await get("run", { run }, signal)).config.model_name : "";
+  const choices = [[base, "base model"], ...checkpoints.map((row) => [row.sampler_path ?? row.state_path, row.batch === null ? row.name : `after step ${row.batch}`])];
+  if (!ON_SERVER && !(await actionsAllowed(signal))) {
     const newest = choices.at(1)?.[0];
     return area.append(notice("The pages of this console cannot sample.", "Start it with --allow-actions, and open the address that it prints. In a terminal:", h("code", {}, `planish chat${newest ? ` --model ${newest}` : ""}`)));
   }
-  const chosen = [params.get("first") ?? choices.at(1)?.[0] ?? "", params.get("second") ?? "none"];
+  const chosen = [params.get("first") ?? choices.at(1)?.[0] ?? base, params.get("second") ?? "none"];
   const conversations = [[], []], columns = [h("div", { class: "conversation", "aria-live": "polite" }), h("div", { class: "conversation", "aria-live": "polite" })];
   const temperature = h("input", { type: "number", value: params.get("temperature") ?? "0.7", min: "0", step: "0.1" });
   const tokens = h("input", { type: "number", value: params.get("tokens") ?? "256", min: "1" });
@@ -45,12 +46,14 @@ export async function chatView(area, { run, params, signal }) {
     conversation.push(reply);
     draw();
     try {
-      const request = { run, model: chosen[place], messages, temperature: Number(temperature.value), max_tokens: Number(tokens.value) };
-      for await (const part of postParts("chat", request, signal)) {
+      const request = { model: chosen[place], messages, temperature: Number(temperature.value), max_tokens: Number(tokens.value), ...(ON_SERVER ? { stream: true, stream_options: { include_usage: true } } : { run }) };
+      for await (const sent of postParts("chat", request, signal)) {
+        const part = ON_SERVER ? partOfChunk(sent) : sent;
         if (part.error) throw new Error(part.error);
         reply.content += part.text ?? "";
         reply.reasoning += part.reasoning ?? "";
-        if (part.stop_reason) reply.note = `${number(part.num_tokens)} tokens, ended: ${part.stop_reason}`;
+        reply.ending = part.stop_reason ?? reply.ending;
+        if (part.num_tokens !== undefined) reply.note = `${number(part.num_tokens)} tokens, ended: ${reply.ending}`;
         draw();
       }
     } catch (error) {
@@ -68,6 +71,11 @@ export async function chatView(area, { run, params, signal }) {
     h("div", { class: "conversations" }, columns));
   draw();
   text.focus();
+}
+
+/** Return a part of an answer from a chunk of OpenAI's API. */
+function partOfChunk({ choices: [choice] = [], usage, error }) {
+  return { text: choice?.delta.content, reasoning: choice?.delta.reasoning_content, stop_reason: choice?.finish_reason, num_tokens: usage?.completion_tokens, error: error?.message };
 }
 
 function message({ role, content, reasoning, note, error }) {

@@ -35,8 +35,8 @@ async def trace(request: Request) -> Response:
     """Send the trace to the holder of a token."""
     timelines = request.app.state.http.server.timelines
     try:
-        tenant, session_id = timelines.session_of_token(request.path_params["token"])
-        return await trace_response(await timelines.read(tenant, session_id))
+        session_id = await timelines.session_of_token(request.path_params["token"])
+        return await trace_response(await timelines.read(session_id))
     except PlanishError as error:
         return error_response(error)
 

@@ -17,8 +17,7 @@ of the server is sent as the bearer token.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -44,20 +43,12 @@ from planish.server.openai.response_requests import ResponsesRequest
 from planish.server.openai.responses import responses
 from planish.server.openai.tokenizing import detokenize, tokenize
 from planish.server.results import Tenant
-from planish.server.server import Server
 
 
-def routes(
-    server: Server,
-    directories: Mapping[str, Path],
-    aliases: Mapping[str, str] = {},
-    has_adapter_routes: bool = False,
-) -> list[Route]:
-    """Return the routes. `directories` maps the served base models to their directories, and
-    `aliases` maps further names to checkpoints. `has_adapter_routes` says whether the application
-    has the routes of lora_adapters.py too.
+def routes(models: OpenAIModels, has_adapter_routes: bool = False) -> list[Route]:
+    """Return the routes. `has_adapter_routes` says whether the application has the routes of
+    lora_adapters.py too.
     """
-    models = OpenAIModels(server, directories, aliases)
     return [
         *messages_routes.routes(models),
         _post_route("/v1/chat/completions", ChatRequest, chat_completions, models),
