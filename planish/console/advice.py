@@ -282,6 +282,39 @@ def _entropy(facts: RunFacts) -> Iterator[Finding]:
         )
 
 
+def _no_value(facts: RunFacts) -> Iterator[Finding]:
+    """Metrics that are no number, or that have ended: curves leave such values out, and so does the
+    log of a run.
+    """
+    columns = {name: facts.metrics.values(name)[0] for name in facts.metrics.columns}
+    all_steps = max(columns.values(), key=len, default=np.empty(0))
+    recent = all_steps[-LAST_STEPS:]
+    found = []
+    for name, steps in sorted(columns.items()):
+        infinite = facts.metrics.steps_without_value(name)
+        before = int(np.searchsorted(all_steps, steps[-1], "right")) if len(steps) else 0
+        is_each_step = len(steps) >= max(LAST_STEPS, 0.9 * before)
+        if len(recent) and np.any(infinite >= recent[0]):
+            found.append((name, float(infinite[0])))
+        elif is_each_step and len(all_steps) - before >= _MIN_STEPS:
+            found.append((name, float(steps[-1])))
+    if found:
+        name, since = min(found, key=lambda pair: pair[1])
+        others = f", and {len(found) - 5} more" if len(found) > 5 else ""
+        yield Finding(
+            "no-value",
+            WARNING,
+            "Metrics have no value",
+            f"These had a value at each step until about step {since:g}, and then none, or one that "
+            f"is no number: {', '.join(name for name, _ in found[:5])}{others}.",
+            "Read the run's output at this step. A NaN often comes from a division by zero, or from "
+            "a step that is far too large.",
+            name,
+            since,
+            {"step_from": since},
+        )
+
+
 def _reward_falls(facts: RunFacts) -> Iterator[Finding]:
     steps, values = facts.metrics.values(REWARD)
     if len(values) < 2 * LAST_STEPS:
@@ -374,6 +407,7 @@ RULES: tuple[Rule, ...] = (
     _gap,
     _drift,
     _entropy,
+    _no_value,
     _errors,
     _time,
     _crash,

@@ -54,10 +54,12 @@ def _split(rollouts: RolloutTable, split: str) -> dict[str, Any]:
     for at, number, value in zip(step.tolist(), group.tolist(), reward.tolist(), strict=True):
         by_step.setdefault(at, {}).setdefault(int(number), []).append(value)
     ordered = sorted(by_step)
+    prompts = dict(zip(group.tolist(), rollouts.texts("prompt_id", rows), strict=True))
     first, last = by_step[ordered[0]], by_step[ordered[-1]]
     questions = [
         {
             "group": number,
+            "prompt_id": prompts[number],
             "before": _mean(first.get(number, [])),
             "after": _mean(last.get(number, [])),
         }

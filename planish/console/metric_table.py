@@ -114,6 +114,13 @@ class MetricTable:
         column = self.columns.get(name)
         return column.by_step() if column is not None else (np.empty(0), np.empty(0))
 
+    def steps_without_value(self, name: str) -> np.ndarray:
+        """Return the steps at which the value of a metric is NaN or infinite."""
+        column = self.columns.get(name)
+        if column is None:
+            return np.empty(0)
+        return np.array(column.steps)[~np.isfinite(np.array(column.values))]
+
     def last(self, name: str) -> float | None:
         """Return the newest value of a metric; None if there is none."""
         values = self.values(name)[1]

@@ -117,6 +117,11 @@ class RolloutTable:
         """Return a column of numbers, one for each row."""
         return np.array(self._numbers[name])
 
+    def texts(self, name: str, rows: np.ndarray) -> list[str]:
+        """Return the values of a column of texts in some rows."""
+        column = self._codes[name]
+        return [column.values[column.codes[row]] for row in rows]
+
     def live_rows(self) -> np.ndarray:
         """Return the indices of the rows that count, in order. If an iteration was written twice,
         its rows of the second time replace those of the first.

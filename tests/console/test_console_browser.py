@@ -1,15 +1,21 @@
 """The console in a real browser: what a person sees, clicks and types."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
+import numpy as np
 import pytest
 from digit_env import DigitsBuilder
 from http_thread import serving_app
-from rollout_samples import NASTY, group, single
-from sample_runs import reward_curve, rl_metrics, write_run
+from rollout_samples import NASTY, group, single, spoken
+from sample_runs import reward_curve, rl_metrics, write_index, write_run
 from test_eval_directories import write_evaluation
 from watched_page import CHROMIUM, PACKAGES, Watched, panel, serious_faults
 
@@ -19,9 +25,11 @@ from planish.console.answers import Answers
 from planish.console.app import create_app
 from planish.console.catalog import Catalog
 from planish.console.web import STATIC
-from planish.files import RowFile
+from planish.files import RowFile, read_rows
 from planish.processes.interruption import run_coroutine
+from planish.reports.rollout_records import TrainedTokens
 from planish.rl.types import RolloutError
+from planish.runlog.run_directory import request_stop
 from planish.testing import tiny_model
 from planish.training.rl_config import Config
 from planish.training.train_rl import main
@@ -212,6 +220,42 @@ def test_a_group_shows_its_answers_and_a_token_its_logprob(page, url, runs):
     assert "colours=mask" in page.url
 
 
+def test_tokens_are_coloured_by_the_gap_and_by_the_loss_mask(own, tokenizer):
+    page, url, root = own
+    answers = [group(0, [single("q", "yes", 1.0), single("q", "\u00e9\u00e9", 0.0)])]
+    gaps = np.array([0.0, 5e-4, 5e-3, 5e-2, 0.0], np.float32)
+    trained = {
+        (0, number): TrainedTokens(
+            np.full(count, 0.5, np.float32),
+            np.array(spoken("yes!"[: count - 1]).logprobs, np.float32) + gaps[:count],
+        )
+        for number, count in ((0, 4), (1, 5))
+    }
+    write_run(
+        root / "a", tokenizer, steps=1, eval_every=1, rollouts=lambda _: answers, trained=trained
+    )
+    address = f"{url}/group?run=own/a&step=0&group=0"
+    page.goto(f"{address}&split=train&colours=gap")
+    tokens = page.locator(".rollout").first.locator(".answer > span")
+    for index, name in enumerate(("nogap", "gap1", "gap2", "gap3 control")):
+        expect(tokens.nth(index)).to_have_class(re.compile(name.split()[0]))
+    tokens.nth(1).hover()
+    expect(page.locator("#tip")).to_contain_text("trainer − sampler5.00e-4")
+    expect(page.locator("#tip")).to_contain_text("advantage+0.5")
+    # Two tokens make one character, which has the colour of the larger gap.
+    characters = page.locator(".rollout").last.locator(".answer > span")
+    expect(characters.nth(0)).to_have_class("gap1")
+    expect(characters.nth(1)).to_have_class("gap3")
+    characters.nth(0).hover()
+    expect(page.locator("#tip")).to_contain_text("2 tokens make this character")
+    page.goto(f"{address}&split=train&colours=mask")
+    expect(tokens.first).to_have_class("trained")
+    page.goto(f"{address}&split=eval/test&colours=mask")
+    expect(tokens.first).to_have_class("untrained")
+    tokens.first.hover()
+    expect(page.locator("#tip")).to_contain_text("not trained on")
+
+
 def test_two_runs_are_compared(page, url):
     page.goto(url)
     page.get_by_label(f"choose {FIRST}").check()
@@ -221,7 +265,11 @@ def test_two_runs_are_compared(page, url):
     expect(page.locator("details.card tbody td")).to_have_text(
         ["learning_rate", "0.0001", "0.0003"]
     )
-    expect(panel(page, REWARD).locator(".readout .value")).to_have_count(2)
+    values = panel(page, REWARD).locator(".readout .value")
+    expect(values).to_have_count(2)
+    # The second run has ended earlier, so its value has its own step.
+    expect(values.first).not_to_contain_text("step")
+    expect(values.last).to_contain_text("step 59: ")
     page.get_by_label(f"remove {SECOND}").click()
     expect(panel(page, REWARD).locator(".readout .value")).to_have_count(1)
 
@@ -237,7 +285,7 @@ def test_why_the_reward_stopped_rising_takes_three_clicks(page, url):
     assert "step_from=40" in page.url
 
 
-def test_text_of_a_model_stays_text_in_every_field(own, tokenizer):
+def test_text_of_a_model_stays_text_in_every_field(own, tokenizer, tmp_path):
     page, url, root = own
     script = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
     rollouts = [
@@ -272,6 +320,13 @@ def test_text_of_a_model_stays_text_in_every_field(own, tokenizer):
     expect(page.locator("tbody tr").first).to_contain_text("a&b <i>")
     page.locator("tbody tr").first.click()
     expect(page.locator(".run-chip")).to_have_text("own/a&b <i>")
+    saved = saved_file(url, "own/a&b <i>", tmp_path / "saved.html").as_uri()
+    for view in ("rollouts", "group", "options", "curves"):
+        page.goto(f"{saved}#/{view}?run={run}&split=train&step=0&group=0")
+        expect(page.locator(".run-chip")).to_have_text("own/a&b <i>")
+        expect(page.locator("main :is(h1, canvas)").first).to_be_visible()
+        assert page.locator("main script, main img, main i:not(.histogram i)").count() == 0, view
+        assert "owned" not in page.title()
 
 
 def test_damaged_files_have_a_message_in_place(own, tokenizer):
@@ -366,6 +421,51 @@ def test_the_saved_file_opens_without_the_console(own, tokenizer, browser, tmp_p
     assert [each for each in found.requests if not each.startswith(("file:", "data:"))] == []
 
 
+def saved_file(url: str, run: str, path: Path) -> Path:
+    """Save the page with a run as one file."""
+    response = httpx2.get(f"{url}/export", params={"run": run}, timeout=60)
+    assert response.status_code == 200
+    path.write_bytes(response.content)
+    return path
+
+
+def test_the_saved_file_has_the_rollouts(browser, url, tmp_path):
+    found = Watched(browser)
+    page = found.page
+    page.goto(saved_file(url, FIRST, tmp_path / "saved.html").as_uri())
+    page.get_by_role("link", name="Rollouts").click()
+    expect(page.locator("h1")).to_have_text("400 of 400 rollouts")
+    expect(page.locator("main")).to_contain_text(
+        "This file contains 400 of the run's 672 rollouts: whole groups, spread evenly over its steps."
+    )
+    page.get_by_label("Kind").select_option("train")
+    page.get_by_label("search texts").fill("IT IS 10")
+    expect(page.locator("tbody tr").first).to_contain_text("What is 1 + 2?")
+    page.get_by_label("Reward to").fill("0.1")
+    expect(page.locator(".pill").first).to_have_text("0")
+    page.get_by_role("button", name="Clear filters").click()
+    expect(page.locator("h1")).to_have_text("400 of 400 rollouts")
+    page.locator(".histogram-bar").last.click()
+    expect(page.locator(".pill").first).to_have_text("1")
+    page.get_by_label("order").select_option("-step")
+    expect(page.locator("tbody tr td").first).to_have_text("79")
+    page.get_by_role("button", name="Next").click()
+    expect(page.locator("main")).to_contain_text("101 to")
+    page.locator("tbody tr").first.locator("a").click()
+    expect(page.locator(".rollout")).to_have_count(4)
+    expect(page.locator(".answer > span.q0").first).to_be_visible()
+    expect(page.locator("main")).to_contain_text("planish replay")
+    page.get_by_role("link", name="Same question at all steps").click()
+    expect(page.locator("tbody tr")).to_have_count(100)
+    page.get_by_role("link", name="What is wrong").click()
+    page.get_by_role("link", name="Its rollouts").first.click()
+    expect(page.locator("tbody tr").first.locator(".pill")).to_have_text("0")
+    page.goto(page.url.partition("#")[0] + f"#/group?run={FIRST}&split=train&step=1&group=7")
+    expect(page.locator(".notice")).to_contain_text("This file contains some groups of each run")
+    found.close()
+    assert [each for each in found.requests if not each.startswith(("file:", "data:"))] == []
+
+
 def test_a_run_of_100_000_rows_is_drawn(own):
     page, url, root = own
     (root / "long").mkdir()
@@ -374,6 +474,71 @@ def test_a_run_of_100_000_rows_is_drawn(own):
             file.write(json.dumps({"step": step, **rl_metrics(step, 100_000)}) + "\n")
     page.goto(f"{url}/curves?run=own/long")
     expect(panel(page, REWARD).locator(".readout")).to_contain_text("last, step 99999")
+
+
+def test_a_run_of_3_000_rollouts_is_listed_page_by_page(own):
+    page, url, root = own
+    write_run(root / "a", steps=3)
+    write_index(root / "a", 75, 10, 4)
+    page.goto(f"{url}/rollouts?run=own/a")
+    expect(page.locator("h1")).to_have_text("3000 of 3000 rollouts")
+    expect(page.locator("tbody tr")).to_have_count(100)
+    page.locator(".histogram-bar").first.click()
+    expect(page.locator("h1")).to_have_text("1500 of 3000 rollouts")
+    page.get_by_role("button", name="Next").click()
+    expect(page.locator("main")).to_contain_text("101 to 200 of 1500")
+
+
+# Faults that users of other dashboards have reported: mlflow 1830 and 9425 (names with special
+# characters), mlflow 2773 (one point), trackio 395 (chosen runs shift), Inspect 1375 and 1388 (long
+# texts), mlflow 14297 (an axis without data). Others are tested where they belong: NaN (aim 2199) in
+# test_advice.py, the steps of runs that differ in length (wandb 6007) above, repeated steps after a
+# resume (tensorboard 3732) and many points (mlflow 11444) in test_metric_table.py.
+
+
+def test_a_metric_may_have_any_name_and_a_single_point(own, browser, tmp_path):
+    page, url, root = own
+    name = "val/MAP@k[delta=1.3] ~&=#%+;?'\"é"
+    write_run(root / "a", steps=1, metrics=lambda step, total: {name: 0.5})
+    page.goto(f"{url}/curves?run=own/a")
+    page.get_by_label("add a metric").fill(name)
+    page.keyboard.press("Enter")
+    readout = page.locator(".panel .readout")
+    expect(readout).to_contain_text("last, step 0")
+    expect(page.locator(".panel h2")).to_have_text(name)
+    page.reload()
+    expect(readout).to_contain_text("0.5")
+    page.get_by_label("horizontal axis").select_option("time")
+    expect(page.locator(".panel .empty")).to_contain_text("no time/total in the run")
+    page.goto(saved_file(url, "own/a", tmp_path / "saved.html").as_uri())
+    page.get_by_label("add a metric").fill(name)
+    page.keyboard.press("Enter")
+    expect(readout).to_contain_text("0.5")
+
+
+def test_chosen_runs_stay_chosen_when_a_new_run_appears(own):
+    page, url, root = own
+    for name in ("b", "c"):
+        write_run(root / name, steps=2)
+    page.goto(url)
+    page.get_by_label("choose own/b").check()
+    write_run(root / "a", steps=2)
+    expect(page.locator("tbody tr")).to_have_count(3)
+    expect(page.get_by_label("choose own/b")).to_be_checked()
+    for name in ("a", "c"):
+        expect(page.get_by_label(f"choose own/{name}")).not_to_be_checked()
+
+
+def test_a_very_long_answer_is_shown(own, tokenizer):
+    page, url, root = own
+    answers = [group(0, [single("question " * 5000, "token " * 10_000, 1.0)])]
+    write_run(root / "a", tokenizer, steps=1, rollouts=lambda _: answers)
+    page.goto(f"{url}/group?run=own/a&split=train&step=0&group=0")
+    tokens = page.locator(".answer > span")
+    expect(tokens).to_have_count(60_001)
+    tokens.nth(3).hover()
+    expect(page.locator("#tip")).to_contain_text("position4 of 60001")
+    expect(page.locator(".question-card summary")).to_contain_text("45000 characters")
 
 
 def test_replay_and_chat_on_the_page(page, tmp_path, monkeypatch):
@@ -416,6 +581,46 @@ def test_replay_and_chat_on_the_page(page, tmp_path, monkeypatch):
         expect(page.locator(".message.assistant").first).to_contain_text("8 tokens, ended: length")
         expect(page.locator(".message.assistant").last).to_contain_text("8 tokens, ended: length")
         page.goto("about:blank")
+    actions.close()
+
+
+def test_a_run_is_stopped_and_resumed_on_the_page(page, tmp_path):
+    """A run in a process of its own stops with a checkpoint, and goes on with the next step."""
+    model, run = tiny_model(tmp_path / "tiny"), tmp_path / "own/run"
+    script = Path(__file__).with_name("stoppable_run.py")
+    run.parent.mkdir()
+    catalog = Catalog([run.parent])
+    actions = Actions(catalog)
+    command = [sys.executable, str(script), str(model), str(run)]
+    with (
+        subprocess.Popen(
+            command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        ) as run_process,
+        serving_app(create_app(Answers(catalog), actions, "key")) as url,
+    ):
+        try:
+            page.goto(f"{url}/?key=key")
+            expect(page.locator("tbody .state")).to_have_text("running", timeout=120_000)
+            page.goto(f"{url}/checkpoints?run=own/run")
+            page.get_by_role("button", name="Stop after this step").click()
+            assert run_process.wait(120) == 0
+            expect(page.locator("h1 + .state")).to_have_text("stopped")
+            [stopped] = read_rows(run / "checkpoints.jsonl")
+            expect(page.locator("tbody tr td").nth(1)).to_have_text(str(stopped["batch"]))
+            page.get_by_role("button", name="Resume").click()
+            expect(page.locator("h1 + .state")).to_have_text("running", timeout=120_000)
+            page.goto(f"{url}/?q=run")
+            step = page.locator("tbody tr td").nth(3)
+            expect(step).not_to_have_text(re.compile(f"^{stopped['batch'] - 1} "), timeout=120_000)
+        finally:
+            run_process.kill()
+            request_stop(run)
+        page.goto(f"{url}/checkpoints?run=own/run")
+        expect(page.locator("h1 + .state")).to_have_text("stopped", timeout=120_000)
+        page.goto("about:blank")
+    steps = [row["step"] for row in read_rows(run / "metrics.jsonl")]
+    assert steps == list(range(len(steps)))
+    assert len(steps) > stopped["batch"]
     actions.close()
 
 

@@ -24,7 +24,7 @@ const VIEWS = {
   curves: { title: "Curves", show: curvesView, several: true },
   rollouts: { title: "Rollouts", show: rolloutsView },
   group: { title: "Group", show: groupView, isHidden: true },
-  evaluations: { title: "Evaluations", show: (area, page) => (page.run ? evaluationsView : evalsView)(area, page), needsNoRun: true },
+  evaluations: { title: "Evaluations", show: (area, page) => (page.run ? evaluationsView : evalsView)(area, page), needsNoRun: true, several: true },
   checkpoints: { title: "Checkpoints", show: checkpointsView },
   findings: { title: "What is wrong", show: findingsView },
   chat: { title: "Chat", show: chatView },

@@ -68,7 +68,7 @@ export class Chart {
       this.plot?.destroy();
       this.plot = null;
       this.shape = "";
-      fill(this.area, h("p", { class: "empty" }, series.length ? "No values in this range." : "No run has this metric yet."));
+      fill(this.area, h("p", { class: "empty" }, series.length ? `No values in this range${byTime ? ", or no time/total in the run" : ""}.` : "No run has this metric yet."));
       this.readout.textContent = "";
       return;
     }
@@ -146,9 +146,11 @@ export class Chart {
   }
 
   say(title, found) {
+    const step = found[0].one.steps[found[0].index];
     fill(this.readout, h("span", { class: "soft" }, title), ...found.map(({ one, index }) => {
+      const other = one.steps[index] === step ? "" : `step ${number(one.steps[index])}: `; // a run may end earlier
       const range = one.low !== null ? ` (${number(one.low[index])} to ${number(one.high[index])})` : "";
-      return h("span", { class: "value", vars: { c: runColor(one.index) }, title: one.run }, number(one.y[index]), range);
+      return h("span", { class: "value", vars: { c: runColor(one.index) }, title: one.run }, other, number(one.y[index]), range);
     }));
   }
 

@@ -76,6 +76,7 @@ export async function curvesView(area, { runs, params, signal, onKey }) {
     if (answer === last) return;
     last = answer;
     redraw();
+    if (answer.runs.some((one) => one.is_partial)) drawSoon(); // a long file is read in several requests
   }
   function redraw() {
     if (!last) return;

@@ -1,10 +1,11 @@
-// Evaluations: scores by step, and each question before and after.
+// Evaluations: scores by step, and each question before and after, or in two runs.
 
 import { exported, get, poll } from "./api.js";
 import { fill, h, notice, number, signed, table } from "./dom.js";
 import { go, link } from "./place.js";
 
-export async function evaluationsView(area, { run, signal }) {
+export async function evaluationsView(area, { run, runs, signal }) {
+  if (runs.length > 1) return runsView(area, runs, signal);
   let last = null;
   await poll(async () => {
     const answer = await get("evaluations", { run }, signal);
@@ -18,6 +19,48 @@ export async function evaluationsView(area, { run, signal }) {
       ], answer.scores, { caption: "scores by step", narrow: true })) : "",
       ...answer.splits.map((split) => splitSection(run, split)));
   }, 3000, signal);
+}
+
+/** The last evaluations of several runs: their scores, and each question in all of them. */
+async function runsView(area, runs, signal) {
+  let last = [];
+  await poll(async () => {
+    const answers = await Promise.all(runs.map((run) => get("evaluations", { run }, signal)));
+    if (answers.every((answer, index) => answer === last[index])) return;
+    last = answers;
+    const names = [...new Set(answers.flatMap((answer) => answer.names))].sort();
+    const newest = (answer, name) => answer.scores.findLast(({ values }) => (values[name] ?? null) !== null)?.values[name] ?? null;
+    const splits = [...new Set(answers.flatMap((answer) => answer.splits.map(({ split }) => split)))];
+    if (!names.length && !splits.length) return fill(area, notice("These runs have no evaluations.", "Give them a test set and eval_every."));
+    fill(area, h("div", { class: "bar" }, h("h1", {}, `Evaluations of ${runs.length} runs`)),
+      names.length ? h("section", { class: "card" }, h("h2", {}, "Last scores"), table([
+        { title: "Score", value: (name) => name },
+        ...runs.map((run, index) => ({ title: run, number: true, value: (name) => number(newest(answers[index], name)) })),
+      ], names, { caption: "last scores", narrow: true })) : "",
+      ...splits.map((split) => sharedQuestions(runs, split, answers.map((answer) => answer.splits.find((one) => one.split === split)))));
+  }, 3000, signal);
+}
+
+function sharedQuestions(runs, split, found) {
+  const byPrompt = found.map((one) => new Map((one?.questions ?? []).map((question) => [question.prompt_id || `group ${question.group}`, question])));
+  const change = (row) => (row[0].after === null || row.at(-1).after === null ? null : row.at(-1).after - row[0].after);
+  const rows = [...byPrompt[0].keys()].filter((prompt) => byPrompt.every((questions) => questions.has(prompt))).map((prompt) => byPrompt.map((questions) => questions.get(prompt)));
+  rows.sort((a, b) => change(a) - change(b));
+  const better = rows.filter((row) => change(row) > 0).length, worse = rows.filter((row) => change(row) < 0).length;
+  const open = (row, index) => link("group", { run: runs[index], split, step: found[index].last_step, group: row[index].group });
+  return h("section", { class: "card" }, h("h2", {}, split),
+    table([
+      { title: "Run", value: (index) => runs[index] },
+      { title: "Step", number: true, value: (index) => number(found[index]?.last_step) },
+      { title: "Mean reward", number: true, value: (index) => number(found[index]?.steps.at(-1).mean) },
+      { title: "± standard error", number: true, value: (index) => number(found[index]?.steps.at(-1).stderr) },
+    ], runs.map((_, index) => index), { caption: `${split} at the last evaluation`, narrow: true }),
+    rows.length ? h("div", {}, h("h3", {}, `Each question at the last evaluations: ${runs.at(-1)} is better at ${better} and worse at ${worse} of ${rows.length}`),
+      table([
+        { title: "Question", number: true, value: (row) => `#${row[0].group}` },
+        ...runs.map((run, index) => ({ title: run, number: true, value: (row) => h("a", { href: open(row, index), "data-go": true }, number(row[index].after)) })),
+        { title: "Change", number: true, value: (row) => h("span", { class: change(row) > 0 ? "gain up" : change(row) < 0 ? "gain down" : "soft" }, signed(change(row))) },
+      ], rows.slice(0, 300), { caption: "questions of all runs", narrow: true })) : h("p", { class: "soft" }, "The runs have no question in common."));
 }
 
 function splitSection(run, split) {

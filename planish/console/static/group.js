@@ -1,6 +1,6 @@
 // One group: the question, and all answers side by side with their grades.
 
-import { actionsAllowed, get, post } from "./api.js";
+import { actionsAllowed, exported, get, post } from "./api.js";
 import { field, fill, h, notice, number, pill, select, signed } from "./dom.js";
 import { link, setParams } from "./place.js";
 import { answerElement, MODES, onTokenChosen, paint } from "./tokens.js";
@@ -39,7 +39,7 @@ export async function groupView(area, { run, params, signal, onKey }) {
     fill(area.querySelector(".token-legend"), ...LEGENDS[value].map(([name, text]) => h("span", { class: `swatch ${name}` }, text)));
   }
   drawLegend(mode);
-  if (!answer.rollouts.length) area.append(notice("There is no such group.", "The run may have been resumed before this step."));
+  if (!answer.rollouts.length) area.append(notice("There is no such group.", exported ? "This file contains some groups of each run; the others are in the run directory." : "The run may have been resumed before this step."));
   if (isShared && question) area.append(h("section", { class: "card question-card" }, h("h2", {}, "Question"), foldable(question)));
   if (await actionsAllowed(signal)) {
     const { checkpoints } = await get("checkpoints", { run }, signal);

@@ -1,6 +1,6 @@
 // The rollouts of all steps of a run: filters, a histogram of their rewards, and a table.
 
-import { get, poll, exported } from "./api.js";
+import { get, poll } from "./api.js";
 import { debounce, field, fill, h, notice, number, pill, problems, select, signed, table } from "./dom.js";
 import { go, link, setParams } from "./place.js";
 import { rowKeys } from "./runs.js";
@@ -51,7 +51,7 @@ export async function rolloutsView(area, { run, params, signal, onKey }) {
       choice("split", "Kind", "training and evaluations"),
       range("step", "Step", "1"), range("reward", "Reward", "any"),
       choice("ending", "Ending", "any ending"), choice("tag", "Tag", "any tag"), choice("error", "Failed attempts", "any"),
-      !exported && field("Text in prompt, answer or log", h("input", { type: "search", value: state.text, "aria-label": "search texts", on: { input: debounce((event) => change({ text: event.target.value }), 250) } })),
+      field("Text in prompt, answer or log", h("input", { type: "search", value: state.text, "aria-label": "search texts", on: { input: debounce((event) => change({ text: event.target.value }), 250) } })),
       field("Order", select(ORDERS, state.sort, (value) => change({ sort: value }), "order")),
       h("button", { type: "button", on: { click: () => change(Object.fromEntries(FILTERS.map((name) => [name, ""]))) } }, "Clear filters"),
     ].filter(Boolean));
@@ -70,7 +70,7 @@ export async function rolloutsView(area, { run, params, signal, onKey }) {
   function drawTable(answer) {
     const low = answer.reward_range[0], high = answer.reward_range[1];
     fill(head, h("h1", {}, `${number(answer.matched)} of ${number(answer.total)} rollouts`), answer.searched < answer.candidates
-      ? h("span", { class: "flag" }, `the text was looked for in ${answer.searched} of ${answer.candidates} rollouts; narrow the steps to search the others`) : null, problems(answer.problems));
+      ? h("span", { class: "flag" }, `the text was looked for in ${answer.searched} of ${answer.candidates} rollouts; narrow the steps to search the others`) : null, savedNote(answer), problems(answer.problems));
     if (!answer.total) {
       fill(list, notice("This run has no rollouts yet.", "RL runs write them with each step. Supervised runs have none."));
     } else if (!answer.matched) {
@@ -104,6 +104,12 @@ export async function rolloutsView(area, { run, params, signal, onKey }) {
     scrollTo(0, 0);
   }
   await poll(() => draw().catch(report), 2000, signal);
+}
+
+/** Say how many rollouts an exported page contains. */
+function savedNote({ total, saved_of: all }) {
+  if (all === undefined || all === total) return null;
+  return h("span", { class: "soft" }, `This file contains ${number(total)} of the run's ${number(all)} rollouts: whole groups, spread evenly over its steps.`);
 }
 
 export function groupLink(run, row) {

@@ -39,20 +39,32 @@ function className(mode, turn, rollout, span) {
     const logprob = turn.logprobs.slice(span.first, span.last).reduce((sum, each) => sum + (each ?? 0), 0);
     return probabilityClass(logprob);
   }
-  if (mode === "mask") return turn.is_trained ? "trained" : "untrained";
+  if (mode === "mask") return isTrained(turn, rollout) ? "trained" : "untrained";
   if (mode === "advantage") {
     const value = tokenAdvantage(turn, rollout, span.first);
     return value ? (value > 0 ? "up" : "down") + Math.min(3, Math.ceil(Math.abs(value) * 2)) : "";
   }
   if (mode === "gap") {
-    const gap = tokenGap(turn, span.first);
+    const gap = largestGap(turn, span);
     return gap === null ? "" : gap === 0 ? "nogap" : `gap${Math.min(3, 1 + Math.floor(Math.max(0, Math.log10(Math.abs(gap) / 1e-4))))}`;
   }
   return "";
 }
 
-const tokenAdvantage = (turn, rollout, token) => (turn.is_trained ? (turn.advantages?.[token] ?? rollout.advantage) : 0);
+/** Whether the loss has the tokens of a turn. Evaluations and groups without a signal have no advantage. */
+const isTrained = (turn, rollout) => turn.is_trained && Boolean(turn.advantages || (rollout.advantage !== null && rollout.advantage !== undefined));
+const tokenAdvantage = (turn, rollout, token) => (isTrained(turn, rollout) ? (turn.advantages?.[token] ?? rollout.advantage) : 0);
 const tokenGap = (turn, token) => (turn.trainer_logprobs ? turn.trainer_logprobs[token] - turn.logprobs[token] : turn.has_equal_trainer_logprobs ? 0 : null);
+
+/** Return the largest gap of the tokens that make a character; null if the trainer's logprobs are unknown. */
+function largestGap(turn, span) {
+  let largest = null;
+  for (let token = span.first; token < span.last; token++) {
+    const gap = tokenGap(turn, token);
+    if (gap !== null && Math.abs(gap) >= Math.abs(largest ?? 0)) largest = gap;
+  }
+  return largest;
+}
 
 /** Call `listener` with the element of a token that is clicked, or chosen with Enter, until `signal` aborts. */
 export function onTokenChosen(listener, signal) {
@@ -75,8 +87,7 @@ function fillTip(span) {
     }
     const gap = tokenGap(turn, token);
     if (gap !== null) line("trainer − sampler", gap === 0 ? "0" : gap.toExponential(2));
-    const advantage = tokenAdvantage(turn, rollout, token);
-    if (advantage !== null && advantage !== undefined) line("advantage", turn.is_trained ? signed(advantage) : "not trained on");
+    line("advantage", isTrained(turn, rollout) ? signed(tokenAdvantage(turn, rollout, token)) : "not trained on");
     line("position", `${token + 1} of ${number(turn.answer_ids?.length)}`);
   }
   fill(tip, ...lines);
