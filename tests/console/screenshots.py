@@ -1,4 +1,5 @@
-"""Write the pictures of docs/guide/console.md, in an environment of make test-extras with chromium:
+"""Write the pictures of docs/guide/console.md, in an environment of make test-extras with chromium.
+The curves and findings are those of two real runs, which train for a minute.
 
 PYTHONPATH=tests:tests/rl python tests/console/screenshots.py
 """
@@ -8,6 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from counting_runs import train_two_runs
 from http_thread import serving_app
 from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 from sample_runs import reward_curve, rl_metrics, write_run
@@ -22,11 +24,11 @@ PICTURES = Path(__file__).parents[2] / "docs/guide/console"
 FIRST, SECOND = "run=runs/rate-1e-4", "run=runs/rate-3e-4"
 VIEWS = {
     "runs": "/",
-    "curves": f"/curves?{FIRST}&{SECOND}&smooth=5",
+    "curves": "/curves?run=real/short&run=real/long&smooth=5",
     "rollouts": f"/rollouts?{FIRST}&split=train&step_from=40",
     "group": f"/group?{FIRST}&split=train&step=12&group=1&colours=advantage",
     "evaluations": f"/evaluations?{FIRST}",
-    "findings": f"/findings?{FIRST}",
+    "findings": "/findings?run=real/short",
 }
 
 
@@ -65,7 +67,12 @@ def main() -> None:
             learning_rate=3e-4,
             metrics=faster,
         )
-        with serving_app(create_app(Answers(Catalog([runs])))) as url, sync_playwright() as play:
+        real = runs.parent / "real"
+        train_two_runs(real, 80)
+        with (
+            serving_app(create_app(Answers(Catalog([runs, real])))) as url,
+            sync_playwright() as play,
+        ):
             browser = play.chromium.launch(
                 executable_path=shutil.which("chromium"), args=["--no-sandbox"]
             )
