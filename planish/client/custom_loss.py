@@ -59,11 +59,12 @@ def custom_gradient(
     """Call `loss_fn(data, logprobs)` and differentiate its loss by the logprobs.
 
     Raise UserError if `loss_fn` does not return (loss, metrics), and NonFiniteError if the loss or
-    its gradient is not finite.
+    its gradient is not finite. The messages name the function.
     """
     # Imported here, because `import planish` must not import torch.
     import torch
 
+    function = f"the custom loss {_name_of(loss_fn)}"
     leaves = [
         output["logprobs"].to_torch().clone().requires_grad_() for output in forward.loss_fn_outputs
     ]
@@ -75,20 +76,19 @@ def custom_gradient(
         or not isinstance(outcome[0], torch.Tensor)
     ):
         raise UserError(
-            "the custom loss must return (loss, metrics): a scalar tensor and a dictionary of "
-            "numbers"
+            f"{function} must return (loss, metrics): a scalar tensor and a dictionary of numbers"
         )
     loss, metrics = outcome
     if not isinstance(metrics, Mapping):
         raise UserError(
-            f"the custom loss returned metrics of type {type(metrics).__name__}; return a "
-            "dictionary of numbers"
+            f"{function} returned metrics of type {type(metrics).__name__}; return a dictionary of "
+            "numbers"
         )
-    metric_values = {name: _metric_value(name, value) for name, value in metrics.items()}
+    metric_values = {name: _metric_value(function, name, value) for name, value in metrics.items()}
     if loss.numel() != 1 or not loss.requires_grad:
         raise UserError(
-            "the custom loss must be one number computed from the logprobs by torch functions, so "
-            "that it has a gradient"
+            f"{function} must be one number computed from the logprobs by torch functions, so that "
+            "it has a gradient"
         )
     value = float(loss.detach())
     grads: list[torch.Tensor | None] = list(
@@ -104,7 +104,7 @@ def custom_gradient(
         or not all(bool(torch.isfinite(w).all()) for w in weights)
     ):
         raise NonFiniteError(
-            f"the custom loss ({value}) or its gradient is not finite; nothing was applied"
+            f"{function} ({value}) or its gradient is not finite; nothing was applied"
         )
     weighted_data = [
         Datum(
@@ -119,12 +119,19 @@ def custom_gradient(
     return CustomGradient(weighted_data, {**metric_values, "loss:sum": value})
 
 
-def _metric_value(name: str, value: Any) -> float:
+def _name_of(function: Any) -> str:
+    """Return the dotted name of a function, or that of its type for other callable objects."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _metric_value(function: str, name: str, value: Any) -> float:
     try:
-        return float(value)
+        # A tensor that is part of the graph would print a warning.
+        return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError):
         raise UserError(
-            f"the custom loss's metric {name!r} is {value!r}; return a number"
+            f"{function} returned {value!r} as its metric {name!r}; return a number"
         ) from None
 
 

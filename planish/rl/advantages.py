@@ -2,8 +2,9 @@
 
 Legend: G trajectories of a group.
 
-Each estimator is a pure function of the total rewards of one group. To add one, write a function
-and add it to `ADVANTAGES`. If all rewards of a group are equal, all advantages are 0. A group is
+Each estimator is a pure function of the total rewards of one group. To add one to planish, write a
+function and add it to `ADVANTAGES`. A run can also use a function of the user's own
+(own_functions.py). If all rewards of a group are equal, all advantages are 0. A group is
 empty if its grader abstained from all answers.
 """
 

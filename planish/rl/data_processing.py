@@ -14,7 +14,8 @@ from typing import Self
 
 import numpy as np
 
-from planish.rl.advantages import ADVANTAGES, is_constant
+from planish.rl.advantages import is_constant
+from planish.rl.own_functions import advantage_estimator, is_import_path
 from planish.rl.types import Trajectory, TrajectoryGroup, Transition
 from planish.types import Datum, EncodedTextChunk, ModelInput
 
@@ -49,15 +50,17 @@ class TrainingSequence:
 
     def datum(self, loss_fn: str) -> Datum:
         """Return the datum for the trainer: position i reads token i and predicts token i + 1. The
-        datum has a mask only for losses that would otherwise count observed tokens (`LOSS_MASKS`).
+        datum has a mask only for losses that would otherwise count observed tokens (`LOSS_MASKS`)
+        and for losses of the user's own.
         """
         inputs = {
             "target_tokens": self.tokens_N[1:],
             "logprobs": self.logprobs_N[1:],
             "advantages": self.advantages_N[1:],
         }
-        if loss_fn in LOSS_MASKS:
-            inputs[LOSS_MASKS[loss_fn]] = self.mask_N[1:]
+        mask_name = "mask" if is_import_path(loss_fn) else LOSS_MASKS.get(loss_fn)
+        if mask_name is not None:
+            inputs[mask_name] = self.mask_N[1:]
         return Datum(self.model_input.prefix(len(self.tokens_N) - 1), inputs)
 
     def with_advantages(self, advantages_N: np.ndarray) -> Self:
@@ -146,8 +149,9 @@ def _sequence(turns: Sequence[_Turn]) -> TrainingSequence:
 def compute_advantages(
     groups_P: Sequence[TrajectoryGroup], estimator: str = "mean"
 ) -> list[list[float]]:
-    """Return advantages `[P][G]`; `estimator` is a name in `ADVANTAGES`."""
-    return [ADVANTAGES[estimator](group.get_total_rewards()) for group in groups_P]
+    """Return advantages `[P][G]`; `estimator` is a name in `ADVANTAGES`, or an import path."""
+    estimate = advantage_estimator(estimator)
+    return [estimate(group.get_total_rewards()) for group in groups_P]
 
 
 def assemble_training_data(

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planish.rl.advantages import ADVANTAGES, is_constant
+from planish.rl.own_functions import advantage_estimator
 from planish.rl.types import Trajectory, TrajectoryGroup, Transition
 
 Truncated = Literal["keep", "mask", "penalise"]
@@ -56,7 +57,7 @@ class TrainingRewards:
     """How the rewards of a group become the advantages of its turns."""
 
     advantage: str = "mean"
-    """Name of the estimator in `ADVANTAGES`."""
+    """Name of the estimator in `ADVANTAGES`, or its import path."""
     turn_discount: float | None = None
     """Discount of later turns' rewards, above 0 and at most 1. None: every turn has the total
     reward.
@@ -120,12 +121,20 @@ class TrainingRewards:
         ]
 
     def is_constant(self, group: TrajectoryGroup) -> bool:
-        """Return whether all returns of every comparison are equal, so that there is no gradient."""
-        return all(is_constant(returns_G) for returns_G in self.returns(group))
+        """Return whether the group has no gradient: all returns of every comparison are equal, and
+        an estimator of the user's own gives them the advantage 0.
+        """
+        returns = self.returns(group)
+        if not all(is_constant(returns_G) for returns_G in returns):
+            return False
+        if self.advantage in ADVANTAGES:
+            return True
+        estimate = advantage_estimator(self.advantage)
+        return not any(any(estimate(returns_G)) for returns_G in returns)
 
     def advantages(self, group: TrajectoryGroup) -> list[list[float] | None]:
         """Return the advantage of each turn, [G][T]; None for a masked trajectory."""
-        estimate = ADVANTAGES[self.advantage]
+        estimate = advantage_estimator(self.advantage)
         advantages_by_comparison = [estimate(returns_G) for returns_G in self.returns(group)]
         last = len(advantages_by_comparison) - 1
         return [

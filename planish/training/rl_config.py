@@ -4,14 +4,20 @@ Options that the public cookbooks have too keep the cookbooks' names and default
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import chz
 
 from planish.errors import UnsupportedError, UserError
-from planish.rl.advantages import ADVANTAGES
+from planish.rl.advantages import ADVANTAGES, AdvantageEstimator
 from planish.rl.limits import TerminationRewardPolicy
+from planish.rl.own_functions import (
+    check_own_advantage,
+    check_own_loss,
+    import_path,
+    is_import_path,
+)
 from planish.rl.returns import DEFAULT_BUFFER_FRACTION, TrainingRewards, Truncated
 from planish.rl.rollout.strategy import RolloutStrategy, strategy_from
 from planish.rl.types import RLDatasetBuilder
@@ -20,15 +26,18 @@ from planish.training.option_rules import (
     NOT_NEGATIVE,
     POSITIVE,
     SAMPLING_TEMPERATURE,
+    Metadata,
     at_least,
     check_fields,
-    one_of,
     require,
     rule,
     zero_for,
 )
 from planish.training.run_options import RunOptions, check_run
 from planish.training.scoring_models import KLReferenceConfig
+
+if TYPE_CHECKING:
+    from planish.client.custom_loss import CustomLoss
 
 RL_LOSSES = ("importance_sampling", "ppo", "cispo", "gspo", "dro")
 
@@ -65,6 +74,22 @@ class StreamMinibatchConfig:
     )
 
 
+def _advantage_name(value: "str | AdvantageEstimator", *, chzself: object) -> str:
+    return import_path("advantage", value)
+
+
+def _loss_name(value: "str | CustomLoss", *, chzself: object) -> str:
+    return import_path("loss_fn", value)
+
+
+def _name_or_function(names: Collection[str]) -> Metadata:
+    """Return the rule for a name, or the import path of a function of the user's own."""
+    return rule(
+        lambda value: value in names or is_import_path(value),
+        f"one of {', '.join(names)}, or a function as module:name",
+    )
+
+
 @chz.chz
 class LossOptions:
     """How rewards become a loss."""
@@ -76,20 +101,22 @@ class LossOptions:
     )
     loss_fn: str = chz.field(
         default="importance_sampling",
-        doc=f"loss: one of {', '.join(RL_LOSSES)}",
-        metadata=one_of(RL_LOSSES),
+        doc=f"loss: one of {', '.join(RL_LOSSES)}, or a function as module:name",
+        metadata=_name_or_function(RL_LOSSES),
+        converter=_loss_name,
     )
     loss_fn_config: dict[str, float] | None = chz.field(
         default=None, doc="options of the loss, such as loss_fn_config.clip_high_threshold=1.3"
     )
     advantage: str = chz.field(
         default="mean",
-        doc=f"advantage estimator: one of {', '.join(ADVANTAGES)}",
-        metadata=one_of(ADVANTAGES),
+        doc=f"advantage estimator: one of {', '.join(ADVANTAGES)}, or a function as module:name",
+        metadata=_name_or_function(ADVANTAGES),
+        converter=_advantage_name,
     )
     remove_constant_reward_groups: bool = chz.field(
         default=False,
-        doc="leave out groups whose rewards are all equal, because their advantages are 0",
+        doc="leave out groups whose rewards are all equal and whose advantages are 0",
     )
     turn_discount: float | None = chz.field(
         default=None,
@@ -258,7 +285,11 @@ def check_all_but_reference(config: Config) -> None:
             f"a whole number from 1 to max_tokens={config.max_tokens}",
         ),
     )
-    if complete_config(config.loss_fn, config.loss_fn_config)["skip_unweighted"]:
+    _check_own_functions(config)
+    if (
+        config.loss_fn in RL_LOSSES
+        and complete_config(config.loss_fn, config.loss_fn_config)["skip_unweighted"]
+    ):
         raise UserError(
             "loss_fn_config['skip_unweighted']=1: leave it out, because the run compares the "
             "logprobs of all sampled tokens with the sampler's"
@@ -269,10 +300,33 @@ def check_all_but_reference(config: Config) -> None:
     _check_unused(config)
 
 
+def _check_own_functions(config: Config) -> None:
+    """Raise UserError for an advantage or a loss of the user's own that cannot be used."""
+    if is_import_path(config.advantage):
+        check_own_advantage(config.advantage, config.dataset_builder.smallest_group_size())
+    if not is_import_path(config.loss_fn):
+        return
+    if config.loss_fn_config:
+        raise UserError(
+            f"loss_fn_config is for the losses of planish, and loss_fn={config.loss_fn} is a "
+            "function of your own; leave loss_fn_config out"
+        )
+    if config.temperature != 1.0:
+        raise UnsupportedError(
+            f"temperature={config.temperature} with loss_fn={config.loss_fn}: a loss of your own "
+            "gets logprobs at temperature 1; give temperature=1, or a loss of planish"
+        )
+    check_own_loss(config.loss_fn)
+
+
 def _check_group_size(config: Config) -> None:
-    """Raise UserError for groups of one trajectory, unless rewards are not trained on."""
+    """Raise UserError for groups of one trajectory, unless rewards are not trained on, or the
+    advantage is the user's own: it may have another baseline than the group.
+    """
     group_size = config.dataset_builder.smallest_group_size()
-    if config.advantage != "none" and group_size is not None and group_size < 2:
+    if config.advantage == "none" or is_import_path(config.advantage):
+        return
+    if group_size is not None and group_size < 2:
         raise UserError(
             f"dataset_builder has group_size={group_size}: give at least 2: answers are compared "
             "within their group, so a group of one answer teaches nothing"

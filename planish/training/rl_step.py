@@ -9,7 +9,7 @@ which is submitted after the whole batch has been rolled out.
 Data whose advantages are all 0 have no gradient. Adam would still move the weights by its momentum,
 so a minibatch of such data is not submitted, and a substep of such minibatches has no optimizer
 step. For the loss dro this means that the pull towards the sampler's policy, which does not depend
-on advantages, is left out as well.
+on advantages, is left out as well. So are such terms of a loss of the user's own.
 
 The split depends only on the order of the groups, not on which rollout finishes first. So the same
 seed gives the same minibatches. A step submits all its operations before it awaits their results,
@@ -32,6 +32,7 @@ from planish.errors import UserError
 from planish.reports.rollout_records import TrainedTokens
 from planish.rl import kl
 from planish.rl.data_processing import TrainingSequence, assemble_training_data
+from planish.rl.own_functions import is_import_path, own_loss
 from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import Metrics
 from planish.runlog.spans import Spans
@@ -85,13 +86,15 @@ class TrainingStep:
         self.sampled_D += data_D
         if not has_advantages(data_D):
             return
-        config = self.config
+        config, client = self.config, self.training_client
         data = [sequence.datum(config.loss_fn) for sequence in data_D]
-        self._pending_outputs.append(
-            await self.training_client.forward_backward_async(
+        if is_import_path(config.loss_fn):
+            pending = await client.forward_backward_custom_async(data, own_loss(config.loss_fn))
+        else:
+            pending = await client.forward_backward_async(
                 data, config.loss_fn, loss_fn_config=loss_options(config)
             )
-        )
+        self._pending_outputs.append(pending)
         self.data_D += data_D
         self._minibatches_since_update += 1
 
@@ -154,9 +157,12 @@ class TrainingStep:
         """Return kl_pre_post_v1 and _v2: how far the step moved the policy on its own data."""
         if not self.data_D:
             return {}
-        data = [sequence.datum(self.config.loss_fn) for sequence in self.data_D]
+        loss_fn = self.config.loss_fn
+        if is_import_path(loss_fn):  # only the logprobs are used
+            loss_fn = "importance_sampling"
+        data = [sequence.datum(loss_fn) for sequence in self.data_D]
         pending = await self.training_client.forward_async(
-            data, self.config.loss_fn, loss_fn_config=loss_options(self.config)
+            data, loss_fn, loss_fn_config=loss_options(self.config)
         )
         return kl.kl_metrics("kl_pre_post", self.data_D, [await pending])
 

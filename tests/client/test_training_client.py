@@ -208,7 +208,7 @@ def test_a_custom_loss_that_raises_fails_the_next_step(training_client):
         (lambda data, lp: (lp[0].sum() * math.nan, {}), "not finite"),
         (lambda data, lp: (lp[0].sum() / 0.0, {}), "not finite"),
         (lambda data, lp: (lp[0].sum(), [1.0]), "metrics of type list"),
-        (lambda data, lp: (lp[0].sum(), {"note": "x"}), "metric 'note' is 'x'"),
+        (lambda data, lp: (lp[0].sum(), {"note": "x"}), "'x' as its metric 'note'"),
     ],
 )
 def test_an_invalid_loss_is_rejected(training_client, loss_fn, message):
