@@ -22,6 +22,7 @@ NOT_RUN = {
     "are read by tests/test_docs.py, and tests/recipes/test_fresh_runs.py runs each recipe",
     r"(OMP_NUM_THREADS=\d+ )?python examples/": "tests/test_examples.py runs the examples",
     r"planish serve": "does not end; tests/test_doc_servers.py runs what the pages do with a server",
+    r"planish sweep ": "trains several runs; tests/commands/test_sweep.py runs a sweep",
     r"planish console": "does not end; tests/console runs it",
     r"planish run ": "needs a script of the reader's; tests/commands/test_run.py runs such",
     r"planish models --fetch": "downloads a model",

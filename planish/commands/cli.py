@@ -4,6 +4,7 @@
     planish models --fetch       download and prepare the default model before its first use
     planish doctor               show what planish uses on this machine and why
     planish console DIR [DIR...] show runs in a browser, while they train and afterwards
+    planish sweep RECIPE N=A,B   run a recipe with each combination of options' values
     planish plot RUN [RUN ...]   draw the curves of runs, as a picture and as a page
     planish play RECIPE          be the policy yourself, in an environment of a recipe
     planish rollouts RUN         show prompts, answers and rewards of a run
@@ -40,6 +41,7 @@ COMMANDS = {
     "attention",
     "models": "list the base models that can be loaded, and where their files are",
     "console": "show runs in a browser, while they train and afterwards",
+    "sweep": "run a recipe with each combination of some options' values, one after the other",
     "plot": "plot the metrics of runs as curves.png and as an interactive curves.html",
     "replay": "sample recorded rollouts again, and compare them bit for bit",
     "trace": "write a timeline of a run that had enable_trace=True, for Perfetto (trace.json)",

@@ -5,8 +5,6 @@ terminal, and a person (or standard input) answers. Then the rewards are shown. 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import runpy
 import sys
 from collections.abc import Sequence
@@ -18,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from planish.commands.recipe_modules import import_recipe, read_recipe_options
 from planish.completers import StopCondition, TokensWithLogprobs
 from planish.errors import UserError
 from planish.logtree.html import visible
@@ -70,63 +69,35 @@ def run(arguments: argparse.Namespace) -> None:
                 f"{arguments.options[0]}: {arguments.recipe} has no class `Options`; change its "
                 "config"
             )
+        if type(config) is not Config:
+            raise UserError("this recipe has no environments to play")
         training_run.run_coroutine(_run_episode(config, arguments, console))
         raise _EpisodeEnd
 
     with suppress(_EpisodeEnd), rl_options.instead_of_training(play):
-        module = _import_recipe(arguments.recipe)
-        presets, option_words = getattr(module, "PRESETS", {}), arguments.options
-        if hasattr(module, "with_env_defaults"):
-            presets, option_words = module.with_env_defaults(option_words)
-        module.main(training_run.read_options(module.Options, presets, option_words))
+        module = _import_playable(arguments.recipe)
+        module.main(read_recipe_options(module, arguments.options))
 
 
 class _EpisodeEnd(BaseException):
     """Ends a script after the episode, because the rest of it would look for a finished run."""
 
 
-def _import_recipe(recipe: str) -> ModuleType:
-    """Return the module of a recipe: one of planish's, a dotted name, or a file.
+def _import_playable(recipe: str) -> ModuleType:
+    """Return the module of a recipe.
 
     A script that trains runs its episode while it is loaded, and then raises _EpisodeEnd.
     """
-    path = Path(recipe)
-    try:
-        if path.suffix == ".py":
-            module = _import_file(path)
-        elif "." in recipe:
-            module = importlib.import_module(recipe)
-        else:
-            module = importlib.import_module(f"planish.recipes.{recipe}")
-    except ModuleNotFoundError as error:
-        if error.name not in (recipe, f"planish.recipes.{recipe}"):
-            raise  # a module that the recipe imports is missing
-        raise UserError(
-            f"RECIPE {recipe}: there is no such recipe; give a name such as guess_number, a "
-            "module, or a .py file"
-        ) from error
+    module = import_recipe(recipe)
     options = getattr(module, "Options", None)
     if not isinstance(options, type) or not issubclass(options, rl_options.RLOptions):
-        if path.suffix == ".py":
+        if recipe.endswith(".py"):
             runpy.run_path(recipe, run_name="__main__")
         raise UserError(
             f"RECIPE {recipe} has no environments to play: it needs a class `Options` on top of "
             "planish.recipes.rl_options.RLOptions and a function `main(options)` that ends in "
             "`rl_options.run`, or it is a script that calls planish.training.train_rl.main"
         )
-    return module
-
-
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise UserError(f"RECIPE {path}: there is no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # option classes are looked up by their module's name
-    sys.path.insert(0, str(path.parent.absolute()))
-    spec.loader.exec_module(module)
     return module
 
 

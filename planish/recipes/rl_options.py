@@ -104,9 +104,10 @@ def run(
 
 
 @contextmanager
-def instead_of_training(work: Callable[[Config], Path]) -> Iterator[None]:
-    """In the block, make the `main` of RL recipes call `work` with their config instead of
-    training. Options are checked first. A recipe that does not use `run` raises UserError.
+def instead_of_training(work: Callable[[Any], Path]) -> Iterator[None]:
+    """In the block, make the `main` of recipes call `work` with their config instead of training.
+    Options of RL recipes are checked first. The recipes rl_loop, sl_loop, demo and rlhf, which have
+    loops of their own, train nevertheless.
     """
     token = run_in_place_of_training.set(work)
     try:

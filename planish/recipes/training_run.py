@@ -26,6 +26,25 @@ from planish.supervised.types import ChatDatasetBuilderCommonConfig
 from planish.training.run_loop import open_client
 from planish.training.run_options import run_in_place_of_training
 
+USUAL_NAMES = {
+    "lr": "learning_rate",
+    "epochs": "num_epochs",
+    "num_train_epochs": "num_epochs",
+    "steps": "max_steps",
+    "num_steps": "max_steps",
+    "model": "model_name",
+    "rank": "lora_rank",
+    "r": "lora_rank",
+    "num_generations": "group_size",
+    "max_new_tokens": "max_tokens",
+    "max_completion_length": "max_tokens",
+    "output_dir": "log_path",
+    "beta": "kl_penalty_coef",
+    "loss": "loss_fn",
+    "resume_from_checkpoint": "load_checkpoint_path",
+}
+"""Names that other libraries give to options, and the names of planish."""
+
 C = TypeVar("C")
 T = TypeVar("T")
 Presets = Mapping[str, Mapping[str, Any]]
@@ -98,9 +117,8 @@ def run_main(
     are further base models that the run uses.
     """
     untyped_config: Any = config
-    if run_in_place_of_training.get() is not None:
-        raise UserError("this recipe has no environments to play")
-
+    if (replacement := run_in_place_of_training.get()) is not None:
+        return replacement(untyped_config)
     with open_client(untyped_config, service_client, other_models) as client:
         renderer = learn_renderer(client, untyped_config.model_name, untyped_config.renderer_name)
         return run_coroutine(main(chz.replace(untyped_config, renderer_name=renderer.name), client))
@@ -117,6 +135,10 @@ def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) ->
             raise UserError(
                 f"{argument}: options are written name=value, such as seed=1; --help lists them"
             )
+    for argument in options:
+        name = argument.partition("=")[0]
+        if name in USUAL_NAMES and name not in chz.chz_fields(config_type):
+            raise UserError(f"{argument}: there is no option {name}; give {USUAL_NAMES[name]}")
     inherit_docs(config_type)
     blueprint = chz.Blueprint(config_type)
     for name in names:
