@@ -103,6 +103,8 @@ bench-peers: $(VENV)/.model
 	$(BIN)/python benchmarks/compare.py name=peers peers=all workloads=all
 
 $(VENV)/.run: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and \
+		f"planish needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}; name another one: make PYTHON=python3.12 demo")'
 	$(PYTHON) -m venv $(VENV)
 	@$(call PIP_INSTALL,$(VENV),-c constraints.txt $(TORCH))
 	@$(call PIP_INSTALL,$(VENV),-c constraints.txt -e .)

@@ -5,6 +5,7 @@
     |  |                                 same call fails again
     |  |- UnknownModelError              no base model of this name was found
     |  |- UnsupportedError               a known feature that planish does not have
+    |  |- UnknownArgumentError (TypeError)  a class does not take an argument of this name
     |  |- DamagedFileError               a file is truncated, altered, or of another kind
     |  |- CheckpointError                a checkpoint is missing, expired, or of another base model,
     |  |                                 rank or kind
@@ -19,8 +20,14 @@ The classes also derive from the built-in exceptions in parentheses, so `except 
 `except OSError` catch them.
 """
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 MAX_MESSAGE = 8000
 """Maximum number of characters of an error message."""
@@ -64,6 +71,12 @@ class ContextLengthError(UserError):
 
 class UnsupportedError(UserError):
     """A feature that similar libraries have and planish does not. It is rejected, never ignored."""
+
+
+class UnknownArgumentError(UserError, TypeError):
+    """A class does not take an argument of this name. The message names the right one if it is
+    known.
+    """
 
 
 class DamagedFileError(UserError):
@@ -138,3 +151,37 @@ def as_user_errors(option: str) -> Iterator[None]:
         raise
     except ValueError as error:
         raise UserError(f"{option}: {error}") from error
+
+
+def suggest_arguments(**usual_names: str) -> Callable[[type[T]], type[T]]:
+    """Return a decorator of classes: the error for an unknown argument names the right one.
+    `usual_names` maps names that other libraries use to those of the class.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        original: Callable[..., None] = cls.__init__
+        known = list(inspect.signature(original).parameters)[1:]
+
+        @wraps(original)
+        def __init__(self: T, *args: Any, **kwargs: Any) -> None:
+            for name in kwargs.keys() - known:
+                raise UnknownArgumentError(
+                    f"{cls.__name__} got an unexpected keyword argument {name!r}"
+                    f"{suggestion(name, known, usual_names)}"
+                )
+            original(self, *args, **kwargs)
+
+        cls.__init__ = __init__
+        return cls
+
+    return decorate
+
+
+def suggestion(name: str, known: Iterable[str], usual_names: Mapping[str, str]) -> str:
+    """Return the end of a message about an unknown name: which known one is meant, or all."""
+    known = list(known)
+    if (usual := usual_names.get(name)) is not None:
+        return f"; give {usual}"
+    if close := get_close_matches(name, known, n=1):
+        return f"; did you mean {close[0]}?"
+    return f"; it takes {', '.join(known)}"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from planish.errors import UserError
+from planish.errors import UserError, suggest_arguments
 from planish.images import MAX_IMAGE_TOKENS, MAX_IMAGES, ImageChunk
 from planish.tensors import ArrayEquality, TensorData, as_tensor_data
 
@@ -400,6 +400,13 @@ def _check_schema(text: str) -> None:
         )
 
 
+@suggest_arguments(
+    max_new_tokens="max_tokens",
+    stop_sequences="stop",
+    n="num_samples to SamplingClient.sample",
+    num_samples="num_samples to SamplingClient.sample",
+    logprobs="nothing: each sample has its logprobs",
+)
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are sampled.
@@ -494,6 +501,12 @@ class SamplingParams:
             )
 
 
+@suggest_arguments(
+    lr="learning_rate",
+    betas="beta1 and beta2",
+    max_grad_norm="grad_clip_norm",
+    clip_grad_norm="grad_clip_norm",
+)
 @dataclass(frozen=True)
 class AdamParams:
     """One AdamW step (Loshchilov & Hutter 2019, decoupled weight decay), as in
@@ -515,6 +528,7 @@ class AdamParams:
             _convert_number(self, name, low=0.0, high=1.0, open_high=True)
 
 
+@suggest_arguments(r="rank", lora_rank="rank")
 @dataclass(frozen=True)
 class LoraConfig:
     """Shape and initialisation of a LoRA adapter (Hu et al. 2021). Alpha is 32 at every rank."""

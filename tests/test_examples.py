@@ -88,6 +88,24 @@ def test_the_second_script_of_the_readme_trains_on_a_custom_reward(workplace):
     assert all("env/all/reward/total" in row for row in rows)
 
 
+@pytest.mark.slow
+def test_control_c_in_the_second_script_of_the_readme_ends_without_a_traceback(workplace):
+    [_, script] = scripts_of_the_readme()
+    # The reward function sends the signal, in the middle of the first step.
+    script = script.replace(
+        "    return -abs", "    os.kill(os.getpid(), signal.SIGINT)\n    return -abs"
+    )
+    script = (
+        "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n" + script
+    )
+    (workplace / "stopped.py").write_text(script.replace("runs/lengths", "runs/stopped"))
+    (workplace / "questions.jsonl").write_text('{"prompt": "The sea", "length": 60}\n' * 32)
+    done = start(workplace, "stopped.py")
+    assert done.returncode == 130
+    assert "stopped after 0 of 2 steps; the same command resumes there" in done.stdout
+    assert done.stderr == ""
+
+
 def scripts_of_the_readme() -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
 

@@ -1,6 +1,8 @@
 """The package contains all files that an installed planish needs besides its modules."""
 
+import shlex
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -25,3 +27,23 @@ def test_every_file_that_is_no_module_is_package_data():
     }
     assert {"kernels.cpp", "amx.h"} <= {path.name for path in others}
     assert others <= packed
+
+
+def test_an_old_python_is_named_in_one_line(tmp_path):
+    """The Python is a real one that says it is 3.10."""
+    old = tmp_path / "python3.10"
+    program = "import sys; sys.version_info = (3, 10, 4); exec(sys.argv[2])"
+    old.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -c '{program}' \"$@\"\n")
+    old.chmod(0o755)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    command = ["make", "-f", str(PACKAGE.parent / "Makefile"), f"PYTHON={old}", "demo"]
+    made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert made.returncode == 2
+    said, failed = made.stderr.splitlines()
+    assert said == (
+        f"planish needs Python 3.11 or newer, and {old} is 3.10; name another one: make "
+        "PYTHON=python3.12 demo"
+    )
+    assert failed.startswith("make: ***")
+    assert not (tmp_path / ".venv").exists()

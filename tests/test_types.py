@@ -1,9 +1,11 @@
 """The public types: accepted and rejected values, and agreement with the public SDK's types."""
 
 import dataclasses
+import inspect
 import itertools
 import math
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -508,3 +510,24 @@ def test_invalid_values_raise_planish_errors():
     for make in wrong:
         with pytest.raises(UserError, match="give|expected"):
             make()
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "hint"),
+    [
+        (AdamParams, "lr", "give learning_rate"),
+        (AdamParams, "learnin_rate", "did you mean learning_rate?"),
+        (AdamParams, "betas", "give beta1 and beta2"),
+        (AdamParams, "amsgrad", "it takes learning_rate, beta1"),
+        (SamplingParams, "max_new_tokens", "give max_tokens"),
+        (SamplingParams, "n", "give num_samples to SamplingClient.sample"),
+        (LoraConfig, "r", "give rank"),
+    ],
+)
+def test_an_unknown_argument_names_the_right_one(cls, name, hint):
+    message = f"{cls.__name__} got an unexpected keyword argument '{name}'; {hint}"
+    for kind in (UserError, TypeError):
+        with pytest.raises(kind, match=re.escape(message)):
+            cls(**{name: 1})
+    assert pickle.loads(pickle.dumps(cls())) == cls() == dataclasses.replace(cls())
+    assert "kwargs" not in str(inspect.signature(cls))

@@ -27,6 +27,11 @@ class SamplingClient(RefusesMethods):
         "and give its path to another process",
         "on_queue_state_change": "planish does not report the state of its queue",
         "holder": "planish clients have no connection holder",
+        **dict.fromkeys(
+            ("forward_backward", "optim_step", "save_state"),
+            "it is a method of the "
+            "training client that ServiceClient.create_lora_training_client returns",
+        ),
     }
 
     def __init__(

@@ -40,6 +40,8 @@ class ServiceClient(RefusesMethods):
         "create_custom_loss": "give the function itself to forward_backward_custom",
         "get_console_url": "planish has no console; `planish runs` lists training runs",
         "holder": "planish clients have no connection holder",
+        "sample": "it is a method of the client that create_sampling_client returns",
+        "forward_backward": "it is a method of the client that create_lora_training_client returns",
     }
 
     def __init__(

@@ -71,6 +71,11 @@ class TrainingClient(RefusesMethods):
         "save_weights_external": "save_weights_for_sampler writes a PEFT adapter, which "
         "`planish checkpoints download` copies",
         "holder": "planish clients have no connection holder",
+        **dict.fromkeys(
+            ("sample", "compute_logprobs"),
+            "it is a method of the sampling client "
+            "that save_weights_and_get_sampling_client() returns",
+        ),
     }
 
     def __init__(self, session: Session, info: GetInfoResponse) -> None:

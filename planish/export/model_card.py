@@ -7,6 +7,7 @@ licence is copied from the files of the base model. If they state none, neither 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,12 +15,14 @@ from typing import Any, Literal
 from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 
+from planish.errors import UserError
 from planish.export.lora_update import LoraUpdate
 from planish.export.merging import RoundingError
 from planish.export.origin import Origin
 from planish.model.config import ModelConfig
 from planish.model.embedded import EMBEDDED_MODELS
 from planish.model.sources import HUB_NAME, models_home
+from planish.renderers.recommend import recommended_renderer_name
 
 Format = Literal["peft", "merged"]
 README = "README.md"
@@ -150,7 +153,8 @@ def _provenance(base: ExportBase, update: LoraUpdate, origin: Origin) -> str:
     if manifest is not None:
         metadata = dict(manifest.user_metadata)
         rows["recipe"] = metadata.pop("recipe_name", "not recorded")
-        rows["renderer (chat format)"] = metadata.pop("renderer_name", "not recorded")
+        recorded = metadata.pop("renderer_name", None)
+        rows["renderer (chat format)"] = recorded or _default_renderer(base)
         metadata.pop("log_path", None)  # a path of the author's machine
         rows["optimizer steps"] = str(manifest.step)
         rows["saved"] = f"{manifest.time:%Y-%m-%d %H:%M} UTC"
@@ -178,6 +182,14 @@ def _provenance(base: ExportBase, update: LoraUpdate, origin: Origin) -> str:
     if manifest is None:
         notes.append("The adapter was not saved by planish, so its training is unknown.")
     return "## Origin\n\n" + "\n\n".join(filter(None, [_table(rows) if rows else "", *notes]))
+
+
+def _default_renderer(base: ExportBase) -> str:
+    """Return which renderer programs use if the checkpoint records none."""
+    for name in filter(None, (base.hub_name, base.directory)):
+        with suppress(UserError):
+            return f"not recorded; the default of this base model is `{recommended_renderer_name(name)}`"
+    return "not recorded"
 
 
 def _rounding_note(dtype: str, rounding: RoundingError) -> str:

@@ -47,11 +47,21 @@ class Terminated(SystemExit):
         super().__init__(128 + signal.SIGTERM)
 
 
-def exception_for_signal(number: int) -> BaseException:
-    """Return the exception to raise after a run was stopped by a signal and saved:
-    KeyboardInterrupt for SIGINT, Terminated for SIGTERM.
+class SavedInterrupt(SystemExit, KeyboardInterrupt):
+    """Ctrl-C ended a run, which was saved. `except KeyboardInterrupt` catches it. A program that
+    does not ends with the exit status 130 (128 + SIGINT) and without a traceback: the run has said
+    how it is resumed.
     """
-    return Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGINT)
+
+
+def exception_for_signal(number: int) -> BaseException:
+    """Return the exception to raise after a run was stopped by a signal and saved: SavedInterrupt
+    for SIGINT, Terminated for SIGTERM.
+    """
+    return Terminated() if number == signal.SIGTERM else SavedInterrupt()
 
 
 class Stopped(SystemExit):

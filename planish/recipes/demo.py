@@ -30,7 +30,7 @@ from planish.runlog.run_directory import RunDirectory, remove_run
 from planish.runlog.spans import Spans
 from planish.training.option_rules import GROUP_SIZE, POSITIVE, at_least, check_fields, require
 from planish.training.run_options import LoraOptions
-from planish.types import SampledSequence
+from planish.types import LoraConfig, SampledSequence
 
 WARMUP_STEPS = 4
 RENDERER = "role_colon"
@@ -98,7 +98,7 @@ def train(config: Config, service_client: ServiceClient) -> Path:
     """Train with a given service client and return the run directory."""
     training_client = service_client.create_lora_training_client(
         base_model=config.model_name,
-        rank=config.lora_rank,
+        rank=config.lora_rank or LoraConfig().rank,
         seed=config.seed,
         **config.lora_switches,
         user_metadata=recipe_metadata("demo", RENDERER),

@@ -23,27 +23,9 @@ from planish.errors import PlanishError, UserError
 from planish.processes.interruption import Terminated, run_coroutine, sigterm_as_interrupt
 from planish.runlog.model_renderer import learn_renderer
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
+from planish.training.option_rules import USUAL_NAMES
 from planish.training.run_loop import open_client
 from planish.training.run_options import run_in_place_of_training
-
-USUAL_NAMES = {
-    "lr": "learning_rate",
-    "epochs": "num_epochs",
-    "num_train_epochs": "num_epochs",
-    "steps": "max_steps",
-    "num_steps": "max_steps",
-    "model": "model_name",
-    "rank": "lora_rank",
-    "r": "lora_rank",
-    "num_generations": "group_size",
-    "max_new_tokens": "max_tokens",
-    "max_completion_length": "max_tokens",
-    "output_dir": "log_path",
-    "beta": "kl_penalty_coef",
-    "loss": "loss_fn",
-    "resume_from_checkpoint": "load_checkpoint_path",
-}
-"""Names that other libraries give to options, and the names of planish."""
 
 C = TypeVar("C")
 T = TypeVar("T")

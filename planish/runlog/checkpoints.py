@@ -40,6 +40,7 @@ from planish.runlog.run_directory import (
     checkpoint_records,
 )
 from planish.tokenizer import ModelTokenizer
+from planish.types import LoraConfig
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def start_training(
     run: RunDirectory,
     *,
     model_name: str,
-    lora_rank: int,
+    lora_rank: int | None,
     seed: int,
     load_checkpoint_path: str | None,
     data_size: int,
@@ -89,6 +90,9 @@ def start_training(
     loaded. Raises CheckpointError or DamagedFileError if no state can be loaded. In a new run,
     `load_checkpoint_path` gives the initial weights, with a new optimizer. Without that path, a new
     adapter is created.
+
+    `lora_rank` is the rank of a new adapter, None for 32. Raises UserError if the weights at
+    `load_checkpoint_path` have another rank than one that is given.
 
     `lora_switches` holds the explicitly given values of `train_mlp`, `train_attn` and
     `train_unembed`. Raises UserError if the weights at `load_checkpoint_path` have other values.
@@ -110,19 +114,23 @@ def start_training(
         return _resume(service_client, run, records, data_size, metadata)
     if load_checkpoint_path is None:
         client = service_client.create_lora_training_client(
-            base_model=model_name, rank=lora_rank, seed=seed, **(lora_switches or {}), **metadata
+            base_model=model_name,
+            rank=LoraConfig().rank if lora_rank is None else lora_rank,
+            seed=seed,
+            **(lora_switches or {}),
+            **metadata,
         )
         return RunStart(client, None, data_size)
     path = checkpoint_of(load_checkpoint_path)
     _check_switches(service_client, path, load_checkpoint_path, lora_switches or {})
     client = service_client.create_training_client_from_state(path, **metadata)
     info = client.get_info()
-    adapter = (info.model_data.model_name, info.lora_rank)
-    if adapter != (model_name, lora_rank):
+    adapter_model, adapter_rank = info.model_data.model_name, info.lora_rank
+    if adapter_model != model_name or lora_rank not in (None, adapter_rank):
         raise UserError(
-            f"load_checkpoint_path={load_checkpoint_path} has an adapter of rank {adapter[1]} on "
-            f"{adapter[0]}, but the options are lora_rank={lora_rank} and model_name={model_name}; "
-            f"give lora_rank={adapter[1]} and model_name={adapter[0]}"
+            f"load_checkpoint_path={load_checkpoint_path} has an adapter of rank {adapter_rank} on "
+            f"{adapter_model}, but the options are lora_rank={lora_rank} and "
+            f"model_name={model_name}; give model_name={adapter_model}, and leave lora_rank out"
         )
     return RunStart(client, None, data_size)
 

@@ -19,6 +19,24 @@ from planish.errors import UserError
 
 _RULE = "rule"
 Metadata = dict[str, Any]
+USUAL_NAMES = {
+    "lr": "learning_rate",
+    "epochs": "num_epochs",
+    "num_train_epochs": "num_epochs",
+    "steps": "max_steps",
+    "num_steps": "max_steps",
+    "model": "model_name",
+    "rank": "lora_rank",
+    "r": "lora_rank",
+    "num_generations": "group_size",
+    "max_new_tokens": "max_tokens",
+    "max_completion_length": "max_tokens",
+    "output_dir": "log_path",
+    "beta": "kl_penalty_coef",
+    "loss": "loss_fn",
+    "resume_from_checkpoint": "load_checkpoint_path",
+}
+"""Names that other libraries give to options, and the names of planish."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import chz
 
-from planish.errors import UnsupportedError, UserError
+from planish.errors import UnsupportedError, UserError, suggest_arguments
 from planish.rl.advantages import ADVANTAGES, AdvantageEstimator
 from planish.rl.limits import TerminationRewardPolicy
 from planish.rl.own_functions import (
@@ -26,6 +26,7 @@ from planish.training.option_rules import (
     NOT_NEGATIVE,
     POSITIVE,
     SAMPLING_TEMPERATURE,
+    USUAL_NAMES,
     Metadata,
     at_least,
     check_fields,
@@ -197,6 +198,7 @@ class RolloutOptions:
     )
 
 
+@suggest_arguments(**USUAL_NAMES)
 @chz.chz
 class Config(RolloutOptions, LossOptions, RunOptions):
     """The options of an RL run."""

@@ -33,8 +33,8 @@ from planish.types import TTL_REMEDY, is_ttl
 run_in_place_of_training: ContextVar[Callable[[Any], Path] | None] = ContextVar(
     "run_in_place_of_training", default=None
 )
-"""A function that is called with the config of an RL run in place of training, as `planish play`
-does. None: the run is trained.
+"""A function that is called with the config of a run in place of training, as `planish play` does.
+None: the run is trained.
 """
 
 
@@ -66,11 +66,15 @@ class ModelOptions:
 class LoraOptions:
     """The adapter that a run trains: its rank, and the parts of the model that it changes.
 
-    A switch of None means True in a new adapter. In a run that starts from a checkpoint it means
-    whatever the checkpoint has.
+    None means the default in a new adapter: a switch is True, and the rank is 32. In a run that
+    starts from a checkpoint it means whatever the checkpoint has.
     """
 
-    lora_rank: int = chz.field(default=32, doc="rank of the LoRA matrices", metadata=at_least(1))
+    lora_rank: int | None = chz.field(
+        default=None,
+        doc="rank of the LoRA matrices; none = as in the loaded checkpoint, else 32",
+        metadata=at_least(1),
+    )
     train_mlp: bool | None = chz.field(
         default=None, doc="adapt the MLPs; none = as in the loaded checkpoint, else yes"
     )

@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 
 import chz
 
+from planish.errors import suggest_arguments
 from planish.runlog.evaluators import Evaluator
 from planish.supervised.types import SupervisedDatasetBuilder
-from planish.training.option_rules import NOT_NEGATIVE, rule, zero_for
+from planish.training.option_rules import NOT_NEGATIVE, USUAL_NAMES, rule, zero_for
 from planish.training.run_options import RunOptions, check_run
 
 ADAM_BETA = rule(lambda value: 0 <= value < 1, "a number from 0 to below 1")
 
 
+@suggest_arguments(**USUAL_NAMES)
 @chz.chz
 class Config(RunOptions):
     """The options of a supervised run."""

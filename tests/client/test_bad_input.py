@@ -149,6 +149,13 @@ BAD_GRADIENTS: list[tuple[str, Any, str]] = [
         "advantages.*not finite",
     ),
     (
+        "probabilities as logprobs",
+        lambda c: backward(
+            c, datum(logprobs=[0.0] * 5 + [0.5], advantages=[1.0] * 6), loss_fn="ppo"
+        ),
+        r"data\[0\].*'logprobs'\] is 0.5 at position 5, and a logprob is at most 0",
+    ),
+    (
         "no list",
         lambda c: c.forward_backward(None, "cross_entropy"),
         "data is a NoneType; give a list",
@@ -545,3 +552,25 @@ def test_a_damaged_base_model_is_rejected_by_name(tmp_path):
         pytest.raises(planish.DamagedFileError, match="model.safetensors"),
     ):
         client.create_lora_training_client("m")
+
+
+def test_positive_logprobs_are_taken_where_no_advantage_uses_them(training_client):
+    values = {"logprobs": [9.0, 1e-4] + [0.0] * 4, "advantages": [0.0, 1.0] + [0.0] * 4}
+    output = backward(training_client, datum(**values), loss_fn="ppo").result()
+    assert output.metrics["ratio:max"] > 0
+
+
+@pytest.mark.parametrize(
+    ("client", "method", "place"),
+    [
+        ("training_client", "sample", "save_weights_and_get_sampling_client"),
+        ("training_client", "compute_logprobs_async", "save_weights_and_get_sampling_client"),
+        ("remote_sampling_client", "forward_backward", "create_lora_training_client"),
+        ("shared_remote_client", "sample", "create_sampling_client"),
+    ],
+)
+def test_a_method_of_another_client_says_which(request, client, method, place):
+    client = request.getfixturevalue(client)
+    assert not hasattr(client, method)
+    with pytest.raises(planish.UnsupportedError, match=f"{method} is not offered: .*{place}"):
+        getattr(client, method)

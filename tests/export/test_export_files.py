@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from planish.commands.cli import main
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
-from planish.export import weights
+from planish.export import model_card, weights
 from planish.export.atomic_directory import atomic_directory
 from planish.export.model_card import ExportBase
 from planish.runlog.run_directory import RunDirectory
@@ -141,6 +141,13 @@ def test_what_the_run_directory_knows_is_in_the_card(trained, tmp_path, monkeypa
         main(["export", other, str(tmp_path / "no"), "--run", str(tmp_path / "run"), *options]) == 1
     )
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "renderer"), [("Qwen/Qwen3-8B", "`qwen3`"), ("nobody/nothing", "not recorded")]
+)
+def test_the_card_names_the_default_renderer_if_none_is_recorded(name, renderer):
+    assert model_card._default_renderer(ExportBase(name, None)).endswith(renderer)
 
 
 def test_only_the_embedded_model_has_a_licence_without_a_card(tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from planish.errors import UserError
 from planish.processes.interruption import Interrupted, Interruption
 from planish.recipes import calculator, math_rl, rl_basic, rlhf_options, shorter
 from planish.recipes.training_run import (
@@ -19,6 +20,7 @@ from planish.recipes.training_run import (
     run_command,
     run_coroutine,
 )
+from planish.training import rl_config, supervised_config
 
 
 def interrupt_soon() -> None:
@@ -176,3 +178,15 @@ def test_a_program_that_set_up_logging_sees_the_records_itself(capsys, monkeypat
         logging.getLogger("planish.engine.part").warning("no kernels")
     assert [record.getMessage() for record in seen] == ["no kernels"]
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "right"), [("lr=1e-4", "learning_rate"), ("output_dir=a", "log_path")]
+)
+def test_names_of_other_libraries_lead_to_the_right_option(word, right):
+    name = word.partition("=")[0]
+    with pytest.raises(UserError, match=f"{word}: there is no option {name}; give {right}"):
+        read_options(rl_basic.Options, {}, [word])
+    for config in (rl_config.Config, supervised_config.Config):
+        with pytest.raises(UserError, match=f"unexpected keyword argument '{name}'; give {right}"):
+            config(**{name: 1})

@@ -66,3 +66,16 @@ def test_a_name_joined_to_its_key_is_rejected(tmp_path, line):
     file.write_text(f"bob tml-87654321\n{line}\n")
     with pytest.raises(UserError, match="line 2: .*NAME KEY"):
         read_keys(file)
+
+
+def test_a_key_file_that_others_can_read_is_warned_about(tmp_path, caplog):
+    file = tmp_path / "keys of all"
+    file.write_text("tml-12345678\n")
+    for mode, is_warned in ((0o600, False), (0o640, True), (0o604, True)):
+        file.chmod(mode)
+        caplog.clear()
+        assert list(read_keys(file)) == ["tml-12345678"]
+        messages = [record.getMessage() for record in caplog.records]
+        assert messages == is_warned * [
+            f"api_key_file={file} can be read by other users of this machine; run: chmod 600 '{file}'"
+        ]

@@ -83,7 +83,11 @@ def test_each_method_of_the_sdks_clients_is_served_or_refused_with_a_reason(kind
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_every_unsupported_name_exists_in_the_sdk(kind):
     refused = getattr(planish.tinker, kind).refused_methods
-    assert {name for name in refused if not hasattr(getattr(tinker, kind), name)} <= {"holder"}
+    assert {name for name in refused if not hasattr(getattr(tinker, kind), name)} <= {
+        "holder",
+        # Methods of another client: the error says of which.
+        *("sample", "compute_logprobs", "forward_backward", "optim_step", "save_state"),
+    }
 
 
 def test_an_unknown_attribute_is_an_ordinary_error():

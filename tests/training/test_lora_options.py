@@ -92,6 +92,18 @@ def test_loaded_weights_keep_their_parts(train, service):
         train("other", train_unembed=True, **start)
 
 
+def test_loaded_weights_keep_their_rank(train, service):
+    """The rank is that of the checkpoint, unless the options name it."""
+    first = train("first")
+    run = train("second", lora_rank=None, load_checkpoint_path=str(first))
+    path = read_rows(run / "checkpoints.jsonl")[-1]["state_path"]
+    assert (
+        service.create_rest_client().get_weights_info_by_tinker_path(path).result().lora_rank == 4
+    )
+    with pytest.raises(UserError, match="rank 4 .* lora_rank=8 .*leave lora_rank out"):
+        train("third", lora_rank=8, load_checkpoint_path=str(first))
+
+
 @pytest.mark.parametrize(
     "options", [demo.Config, rl_basic.Options, rl_loop.Config, rlhf_options.Options]
 )

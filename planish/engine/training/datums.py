@@ -19,6 +19,8 @@ from planish.types import Datum, TensorData
 # Inputs that clients of the public API send with every loss, even if the loss does not use them.
 # Such an input is checked against the other inputs and then ignored.
 _IGNORED_INPUTS = ("mask",)
+_LOGPROB_ROUNDING = 1e-3
+"""How far above 0 rounding may lift the logprob of a token that is nearly certain."""
 _PER_TOKEN_CLIPPING_INPUTS = ("clip_low_threshold", "clip_high_threshold")
 
 
@@ -99,6 +101,8 @@ def _read_example(
             inputs[name] = _read_floats(
                 f"{datum_path}.loss_fn_inputs[{name!r}]", datum.loss_fn_inputs[name], targets.shape
             )
+    if "logprobs" in inputs:
+        _check_logprobs(datum_path, inputs, loss)
     if "mask" in datum.loss_fn_inputs and "mask" not in inputs:
         mask = _read_floats(
             f"{datum_path}.loss_fn_inputs['mask']", datum.loss_fn_inputs["mask"], targets.shape
@@ -136,6 +140,19 @@ def _check_names(
         raise UserError(
             f"{datum_path}.loss_fn_inputs[{name!r}] is unknown to loss_fn={loss_name!r}, which "
             f"takes {', '.join(known_names[: -len(_IGNORED_INPUTS)])}; remove it"
+        )
+
+
+def _check_logprobs(datum_path: str, inputs: Mapping[str, np.ndarray], loss: Loss) -> None:
+    """Raise UserError if a logprob that the loss uses is positive, by more than rounding."""
+    logprobs = inputs["logprobs"]
+    is_wrong = (logprobs > _LOGPROB_ROUNDING) & loss.contributing_mask(inputs, logprobs.shape)
+    if is_wrong.any():
+        position = int(np.flatnonzero(is_wrong)[0])
+        raise UserError(
+            f"{datum_path}.loss_fn_inputs['logprobs'] is {logprobs[position]:g} at position "
+            f"{position}, and a logprob is at most 0; give the logprobs with which the tokens were "
+            "sampled, not probabilities or their negative logarithms"
         )
 
 

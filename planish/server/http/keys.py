@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
 from planish.errors import UserError
 from planish.server.results import Tenant, Unauthorized
+
+_log = logging.getLogger(__name__)
 
 METRICS_KEY_NAME = "metrics"
 """The name of the key that may read only the page /metrics."""
@@ -35,8 +39,15 @@ def read_keys(path: str | Path) -> dict[str, str]:
     """Return the tenants' names by key. Raise UserError if the file cannot be read, is empty, or
     has an invalid line.
     """
+    file = Path(path).expanduser()
     try:
-        lines = Path(path).expanduser().read_text().splitlines()
+        lines = file.read_text().splitlines()
+        if file.stat().st_mode & 0o077:
+            _log.warning(
+                "api_key_file=%s can be read by other users of this machine; run: chmod 600 %s",
+                path,
+                shlex.quote(str(file)),
+            )
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"api_key_file={path}: {error}; give a text file with one key per line"
