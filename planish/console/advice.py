@@ -61,6 +61,13 @@ class RunFacts:
         values = self.recent(name)
         return float(values.mean()) if len(values) >= _MIN_STEPS else None
 
+    def share_solved(self) -> float:
+        """Return the share of the last groups that are solved. A group of equal rewards from 0.5 on
+        counts as all good, so where the run says which answers are correct, these count too.
+        """
+        good, correct = self.recent_mean(_ALL_GOOD) or 0.0, self.recent_mean("env/all/correct")
+        return good if correct is None else min(good, correct)
+
     def recent_step(self, name: str) -> float | None:
         """Return the step at which the last values begin."""
         steps = self.metrics.values(name)[0][-LAST_STEPS:]
@@ -81,8 +88,8 @@ def plateau_start(steps: np.ndarray, values: np.ndarray) -> float | None:
     fewer than _MIN_STEPS_FLAT points.
 
     The curve is smoothed over a tenth of its points. It has stopped rising if its last quarter is
-    not above the quarter before by more than two standard errors. The plateau starts where the
-    smoothed curve first reaches 95% of its total rise.
+    not above the quarter before by more than two standard errors, or by less than 5% of the total
+    rise. The plateau starts where the smoothed curve first reaches 95% of its total rise.
     """
     count = len(values)
     if count < _MIN_STEPS_FLAT:
@@ -90,11 +97,11 @@ def plateau_start(steps: np.ndarray, values: np.ndarray) -> float | None:
     quarter = count // 4
     before, last = values[-2 * quarter : -quarter], values[-quarter:]
     error = np.sqrt(before.var(ddof=1) / quarter + last.var(ddof=1) / quarter)
-    if last.mean() - before.mean() > 2 * error + 1e-9:
-        return None
     window = max(3, count // 10)
     smooth = np.convolve(values, np.ones(window) / window, "valid")
     low, high = smooth[0], smooth[-quarter:].mean()
+    if last.mean() - before.mean() > max(2 * error, 0.05 * (high - low)) + 1e-9:
+        return None
     if high <= low:
         return float(steps[0])
     reached = np.flatnonzero(smooth >= low + 0.95 * (high - low))
@@ -108,8 +115,9 @@ def _reward_flat(facts: RunFacts) -> Iterator[Finding]:
         return
     quarter = len(values) // 4
     level, best = float(values[-quarter:].mean()), float(values.max())
+    before = float(values[-2 * quarter : -quarter].mean())
     mixed = facts.recent_mean(_MIXED)
-    if mixed is not None and (facts.recent_mean(_ALL_GOOD) or 0) > 0.8:
+    if mixed is not None and facts.share_solved() > 0.8:
         return  # the task is learned
     causes = []
     if mixed is not None and mixed < 0.2:
@@ -125,9 +133,9 @@ def _reward_flat(facts: RunFacts) -> Iterator[Finding]:
         "reward-flat",
         WARNING,
         f"The reward has not risen since step {start:g}",
-        f"Its mean over the last {quarter} steps is {level:.3g} (highest value {best:.3g}), which is "
-        f"not above the {quarter} steps before, within two standard errors. {cause[0].upper()}"
-        f"{cause[1:]}.",
+        f"Its mean over the last {quarter} steps is {level:.3g} (highest value {best:.3g}), and over "
+        f"the {quarter} steps before {before:.3g}. The difference is within two standard errors, or "
+        f"5% of the whole rise. {cause[0].upper()}{cause[1:]}.",
         "Compare rollouts before and after this step: what do the wrong answers have in common?",
         REWARD,
         start,
@@ -140,7 +148,7 @@ def _groups_equal(facts: RunFacts) -> Iterator[Finding]:
     if mixed is None or mixed >= 0.2:
         return
     bad, good = facts.recent_mean(_ALL_BAD) or 0.0, facts.recent_mean(_ALL_GOOD) or 0.0
-    if good > 0.8:
+    if facts.share_solved() > 0.8:
         yield Finding(
             "groups-solved",
             NOTE,
@@ -156,8 +164,9 @@ def _groups_equal(facts: RunFacts) -> Iterator[Finding]:
         "groups-equal",
         BAD,
         "Groups are all equal",
-        f"Only {mixed:.0%} of the last groups have different rewards ({bad:.0%} are all wrong, "
-        f"{good:.0%} all right). Groups of equal rewards have no advantages.",
+        f"Only {mixed:.0%} of the last groups have different rewards ({bad:.0%} have equal "
+        f"rewards below 0.5, {good:.0%} equal rewards from 0.5 on). Groups of equal rewards have no "
+        "advantages.",
         "Too hard: use easier questions or larger groups. Too easy: use harder questions.",
         _MIXED,
         facts.recent_step(_MIXED),
@@ -254,7 +263,7 @@ def _entropy(facts: RunFacts) -> Iterator[Finding]:
     if len(values) < 5:
         return
     first, last = values[:3].mean(), values[-3:].mean()
-    solved = facts.recent_mean(_ALL_GOOD) or 0.0
+    solved = facts.share_solved()
     if last < 0.15 * first and solved < 0.5:
         fallen = np.flatnonzero(values < 0.15 * first)
         yield Finding(

@@ -45,7 +45,12 @@ CASES: dict[str, Callable[[], dict[str, Finding]]] = {
     "reward-falls": lambda: found(lambda step: {REWARD: 30 - abs(step - 30)}),
     "groups-equal": lambda: found(lambda _: {GROUPS + "mixed": 0.1, GROUPS + "all_bad": 0.9}),
     "groups-solved": lambda: found(
-        lambda _: {GROUPS + "mixed": 0.1, GROUPS + "all_good": 0.9, GROUPS + "all_bad": 0.0}
+        lambda _: {
+            GROUPS + "mixed": 0.1,
+            GROUPS + "all_good": 0.9,
+            GROUPS + "all_bad": 0.0,
+            "env/all/correct": 0.9,
+        }
     ),
     "cut-off": lambda: found(after(40, env__all__stop__max_tokens=0.4), max_tokens=64),
     "parse_error": lambda: found(after(40, env__all__parse_error=0.2)),
@@ -90,6 +95,21 @@ def test_a_run_that_has_just_begun_has_no_finding(steps):
 
 def test_a_fault_that_has_gone_away_is_not_reported():
     assert found(lambda step: {"env/all/stop/max_tokens": 0.5 if step < 30 else 0.0}) == {}
+
+
+def test_a_rise_that_is_significant_and_tiny_counts_as_flat():
+    """The end of a real run: the reward is at its limit, and hardly varies any more."""
+    finding = found(lambda step: {REWARD: min(step, 30) / 60 + 1e-4 * step})["reward-flat"]
+    assert finding.since_step is not None
+    assert 25 <= finding.since_step <= 35
+    assert "reward-flat" not in found(lambda step: {REWARD: min(step, 30) / 60 + 5e-3 * step})
+
+
+def test_equal_rewards_of_answers_that_are_not_correct_solve_nothing():
+    """The end of a real run: all rewards are 8/12, and no answer is correct."""
+    metrics = {GROUPS + "mixed": 0.0, GROUPS + "all_good": 1.0, GROUPS + "all_bad": 0.0}
+    names = found(lambda step: {REWARD: min(step, 30) / 45, "env/all/correct": 0.0, **metrics})
+    assert names.keys() == {"reward-flat", "groups-equal"}
 
 
 def test_a_gap_of_a_run_that_trains_off_policy_may_be_larger():
