@@ -1,11 +1,12 @@
 """GRPO in one notebook: sample answers, grade them, train on the advantages, plot the reward.
 
     marimo edit examples/tutorial_grpo.py                 as a notebook
-    python examples/tutorial_grpo.py                      as a script, on GSM8K from the hub
+    python examples/tutorial_grpo.py                      as a script, on sums
+    python examples/tutorial_grpo.py dataset=openai/gsm8k model=Qwen/Qwen3-8B max_tokens=256
     python examples/tutorial_grpo.py dataset=DIRECTORY steps=3 batch_size=4 group_size=4
 
 The notebook contains the whole algorithm. planish/recipes/rl_loop.py is the same loop with
-checkpoints and metrics.
+checkpoints and metrics. tutorial_grpo.ipynb is this notebook for Jupyter, with recorded outputs.
 """
 
 import importlib.util
@@ -51,23 +52,26 @@ def _(mo):
 @app.cell
 def _():
     import os
+    import random
     import re
     import sys
 
     import planish
-    from planish.datasets.gsm8k import problem_prompt
+    from planish.datasets.gsm8k import Problem, problem_prompt
     from planish.datasets.math_problems import load_problems
     from planish.model.sources import DEFAULT_MODEL
     from planish.renderers import get_renderer, get_text_content, recommended_renderer_name
 
     return (
         DEFAULT_MODEL,
+        Problem,
         get_renderer,
         get_text_content,
         load_problems,
         os,
         planish,
         problem_prompt,
+        random,
         re,
         recommended_renderer_name,
         sys,
@@ -79,38 +83,39 @@ def _(mo):
     mo.md(r"""
     ## Settings
 
-    `python examples/tutorial_grpo.py steps=3 batch_size=4` changes them on the command line. With the defaults, each step
-    samples 16 x 8 = 128 answers.
+    The questions are sums, which a model of 135M parameters learns on a CPU. Each step samples 16 x 8 = 128 answers.
+    For the school problems of GSM8K, set `dataset` to `openai/gsm8k`, `max_tokens` to 256 and `model` to one that is
+    large enough, such as `Qwen/Qwen3-8B`. On the command line: `python examples/tutorial_grpo.py steps=3 batch_size=4`.
+
+    The recorded outputs below come from two cores of a Xeon with AMX, which many other programs used at the same time.
+    The notebook ran for eleven minutes. Sampling has no fixed seed here, so your numbers differ.
     """)
 
 
 @app.cell
-def _(DEFAULT_MODEL, mo, os, sys):
+def _(DEFAULT_MODEL, os, re, sys):
     settings = {
         "model": DEFAULT_MODEL,
-        "dataset": "openai/gsm8k",
-        "steps": "10",
+        "dataset": "",  # sums that are made here
+        "steps": "15",
         "batch_size": "16",
         "group_size": "8",
-        "max_tokens": "256",
-        "learning_rate": "4e-5",
+        "test_size": "50",
+        "max_tokens": "24",
+        "learning_rate": "4e-4",
         "rank": "32",
         "plot": "",
     }
-    given = (
-        dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
-        if mo.app_meta().mode == "script"
-        else {}
-    )
+    given = dict(word.split("=", 1) for word in sys.argv[1:] if re.match("[a-z_]+=", word))
     unknown = given.keys() - settings.keys()
     if unknown:
         raise ValueError(f"unknown settings {sorted(unknown)}; known are {sorted(settings)}")
     settings.update(given)
-    n_steps, batch_size, group_size = (
-        int(settings[name]) for name in ("steps", "batch_size", "group_size")
+    n_steps, batch_size, group_size, test_size = (
+        int(settings[name]) for name in ("steps", "batch_size", "group_size", "test_size")
     )
     plot_path = os.path.expanduser(settings["plot"])
-    return batch_size, group_size, n_steps, plot_path, settings
+    return batch_size, group_size, n_steps, plot_path, settings, test_size
 
 
 @app.cell
@@ -182,19 +187,79 @@ def _(mo):
     mo.md(r"""
     ## The questions
 
-    GSM8K has about 7500 school-level word problems with worked solutions. Only the final number of each solution is
-    used. The prompt contains one solved example before the question, so that the model knows the required format.
+    A question has a known result, and nothing else is needed: no worked solution and no example of a good answer. The
+    test questions are never trained on. The prompt contains solved examples before the question, so that the model knows
+    the required format.
     """)
 
 
 @app.cell
-def _(load_problems, problem_prompt, renderer, settings, tokenizer):
-    problems = load_problems(settings["dataset"], "train")
-    print(
-        f"{len(problems)} problems. What the model reads for the first one, answer {problems[0].answer}:\n"
-    )
-    print(tokenizer.decode(renderer.build_generation_prompt(problem_prompt(problems[0])).to_ints()))
-    return (problems,)
+def _(Problem, load_problems, problem_prompt, random, renderer, settings, test_size, tokenizer):
+    if settings["dataset"]:
+        conversation_of = problem_prompt
+        problems = load_problems(settings["dataset"], "train")
+        test_problems = load_problems(settings["dataset"], "test")[:test_size]
+    else:
+        shown = [
+            {"role": "user", "content": "What is 4 + 3?"},
+            {"role": "assistant", "content": r"4 + 3 = \boxed{7}"},
+            {"role": "user", "content": "What is 2 + 15?"},
+            {"role": "assistant", "content": r"2 + 15 = \boxed{17}"},
+        ]
+
+        def conversation_of(problem):
+            return [*shown, {"role": "user", "content": problem.question}]
+
+        # Each pair of numbers is there in one order, and none is in the solved examples.
+        pairs = [(a, b) for a in range(5, 25) for b in range(a, 25)]
+        random.Random(0).shuffle(pairs)
+        sums = [Problem(f"What is {a} + {b}?", str(a + b), solution="") for a, b in pairs]
+        test_problems, problems = sums[:test_size], sums[test_size:]
+
+    def prompt_of(problem):
+        return renderer.build_generation_prompt(conversation_of(problem))
+
+    print(f"{len(problems)} problems. What the model reads for the first one:\n")
+    print(tokenizer.decode(prompt_of(problems[0]).to_ints()))
+    return problems, prompt_of, test_problems
+
+
+@app.cell
+def _(mo):
+    mo.md(r"""
+    ## A group of answers
+
+    Before any training, the model tries one question eight times. Sampling is random, so the answers differ. Their
+    advantages sum to zero: if all tries are right, or all are wrong, there is nothing to learn from the group.
+    """)
+
+
+@app.cell
+def _(get_text_content, renderer, reward_of, training_client):
+    def grade(sequence, problem) -> tuple[float, str]:
+        """Return the reward of a sampled answer, and its text."""
+        message, _ = renderer.parse_response(sequence.tokens)
+        text = get_text_content(message)
+        return reward_of(text, problem.answer), text
+
+    async def show_group(problem, prompt, sampling_params):
+        sampler = await training_client.save_weights_and_get_sampling_client_async()
+        response = await sampler.sample_async(
+            prompt=prompt, num_samples=8, sampling_params=sampling_params
+        )
+        graded = [grade(sequence, problem) for sequence in response.sequences]
+        mean = sum(reward for reward, _ in graded) / len(graded)
+        print(f"{problem.question} The result is {problem.answer}.\n\nadvantage  answer")
+        for reward, text in graded:
+            print(f"{reward - mean:+9.2f}  {' '.join(text.split())}")
+
+    return grade, show_group
+
+
+@app.cell
+async def _(problems, prompt_of, sampling_params, show_group):
+    await show_group(problems[0], prompt_of(problems[0]), sampling_params)
+    return
 
 
 @app.cell
@@ -246,47 +311,56 @@ async def _(
     adam_params,
     batch_size,
     datum_of,
-    get_text_content,
+    grade,
     group_size,
     n_steps,
-    problem_prompt,
+    planish,
     problems,
-    renderer,
-    reward_of,
+    prompt_of,
     sampling_params,
+    test_problems,
     training_client,
 ):
     import asyncio
 
-    history = []
-    for step in range(n_steps):
-        batch = [problems[(step * batch_size + row) % len(problems)] for row in range(batch_size)]
-
-        # This client samples from the current weights. Later steps do not change them.
+    async def sample(batch, num_samples, params):
+        """Return (problem, prompt, sampled sequences) for each problem, from the current weights."""
         sampling_client = await training_client.save_weights_and_get_sampling_client_async()
-
-        prompts = [renderer.build_generation_prompt(problem_prompt(problem)) for problem in batch]
+        prompts = [prompt_of(problem) for problem in batch]
         responses = await asyncio.gather(
             *(
                 sampling_client.sample_async(
-                    prompt=prompt, num_samples=group_size, sampling_params=sampling_params
+                    prompt=prompt, num_samples=num_samples, sampling_params=params
                 )
                 for prompt in prompts
             )
         )
+        answers = [response.sequences for response in responses]
+        return list(zip(batch, prompts, answers, strict=True))
+
+    async def accuracy() -> float:
+        """Return the fraction of test questions that the most likely answer gets right."""
+        greedy = planish.SamplingParams(
+            max_tokens=sampling_params.max_tokens, stop=sampling_params.stop, temperature=0.0
+        )
+        groups = await sample(test_problems, 1, greedy)
+        return sum(grade(answers[0], problem)[0] for problem, _, answers in groups) / len(groups)
+
+    print(f"test questions right before training: {await accuracy():.0%}")
+    history = []
+    for step in range(n_steps):
+        batch = [problems[(step * batch_size + row) % len(problems)] for row in range(batch_size)]
+        groups = await sample(batch, group_size, sampling_params)
 
         datums, group_means, degenerate = [], [], 0
-        for problem, prompt, response in zip(batch, prompts, responses, strict=True):
-            rewards = []
-            for sequence in response.sequences:
-                message, _ = renderer.parse_response(sequence.tokens)
-                rewards.append(reward_of(get_text_content(message), problem.answer))
+        for problem, prompt, answers in groups:
+            rewards = [grade(sequence, problem)[0] for sequence in answers]
             mean = sum(rewards) / len(rewards)
             group_means.append(mean)
             if len(set(rewards)) == 1:
                 degenerate += 1
                 continue
-            for sequence, reward in zip(response.sequences, rewards, strict=True):
+            for sequence, reward in zip(answers, rewards, strict=True):
                 datums.append(datum_of(prompt, sequence, reward - mean))
 
         if datums:
@@ -297,17 +371,12 @@ async def _(
             await backward.result_async()
             await update.result_async()
 
-        history.append(
-            {
-                "step": step,
-                "reward": sum(group_means) / batch_size,
-                "degenerate": degenerate / batch_size,
-            }
-        )
+        history.append({"step": step, "reward": sum(group_means) / batch_size})
         print(
             f"step {step:2d} | reward {history[-1]['reward']:.3f} | "
-            f"degenerate {history[-1]['degenerate']:.0%} | datums {len(datums)}"
+            f"degenerate {degenerate / batch_size:.0%} | datums {len(datums)}"
         )
+    print(f"test questions right after training: {await accuracy():.0%}")
     return (history,)
 
 
@@ -316,25 +385,41 @@ def _(mo):
     mo.md(r"""
     ## The curve
 
-    For a small model on GSM8K the curve is flat at first. The model is hardly ever right, so nearly every group is
-    degenerate and has no signal. After a short supervised warm start (`python -m planish.recipes.sl_loop`) some groups
-    are mixed, and answers keep to the format. Right answers stay rare with 135M parameters (`docs/lab/results.md`).
-    `make demo` shows a task where the curve rises within minutes.
+    The reward of a step is the mean over its answers, which are sampled at temperature 1. The test questions are
+    answered greedily, with the most likely token at each position. In the recorded run the reward rises from 0.06 to
+    about 0.7, and the share of test questions that are right from 14% to 78%. The reward falls at times, because each
+    step has other questions and takes a large step of the optimizer.
+
+    On GSM8K the curve of this small model stays flat: it is hardly ever right, so nearly every group is degenerate and
+    has no signal (`docs/lab/results.md`). Such a task needs a larger model, or easier questions first.
     """)
 
 
 @app.cell
-def _(history, mo, plot_path):
-    from matplotlib.figure import Figure
+def _(history, plot_path):
+    import matplotlib.pyplot as plt
 
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     axes.plot([row["step"] for row in history], [row["reward"] for row in history], marker="o")
-    axes.set(xlabel="step", ylabel="mean reward", title="GRPO on GSM8K")
+    axes.set(xlabel="step", ylabel="mean reward", title="GRPO", ylim=(0, 1))
     axes.grid(alpha=0.3)
     if plot_path:
         figure.savefig(plot_path)
-    mo.as_html(figure)
+    plt.gca()
+    return
+
+
+@app.cell
+def _(mo):
+    mo.md(r"""
+    The question from the beginning, after training:
+    """)
+
+
+@app.cell
+async def _(history, problems, prompt_of, sampling_params, show_group):
+    assert history  # this cell comes after the loop
+    await show_group(problems[0], prompt_of(problems[0]), sampling_params)
     return
 
 

@@ -32,6 +32,7 @@ NOT_RUN = {
     r"inspect (eval|view)": "needs a task of the reader's; tests/evaluation/test_inspect.py runs one",
     r"python -m tinker_cookbook|\S+ tests/server/cookbook_run|python tests/server/conformance": "runs "
     "for minutes; tests/cookbook has a part of it",
+    r"python -m marimo export": "trains for minutes; tests/test_examples.py runs the notebook",
     r"python your_script|sed -i|claude ": "needs a file or an account of the reader's",
     r"curl \S+/(un)?load_lora_adapter": "needs an adapter of the reader's; tests/server/openai loads "
     "and unloads adapters",

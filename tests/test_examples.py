@@ -2,12 +2,16 @@
 leads to another directory; everything else runs as a reader would start it.
 """
 
+import ast
+import asyncio
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import chz
 import pytest
@@ -110,18 +114,14 @@ def scripts_of_the_readme() -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
 
 
+TUTORIAL = ROOT / "examples" / "tutorial_grpo.py"
+TINY_SETTINGS = ["steps=2", "batch_size=2", "group_size=3", "test_size=3", "max_tokens=8", "rank=4"]
+
+
 @pytest.mark.slow
 def test_the_tutorial_runs_as_a_script(workplace):
-    settings = [
-        "dataset=sums",
-        "steps=2",
-        "batch_size=2",
-        "group_size=3",
-        "max_tokens=8",
-        "rank=4",
-        "plot=curve.png",
-    ]
-    printed = run(workplace, str(ROOT / "examples" / "tutorial_grpo.py"), *settings)
+    settings = [*TINY_SETTINGS, "dataset=sums", "plot=curve.png"]
+    printed = run(workplace, str(TUTORIAL), *settings)
     assert "12 problems" in printed
     assert re.findall(r"^step +(\d) \| reward [\d.]+", printed, flags=re.MULTILINE) == ["0", "1"]
     assert (workplace / "curve.png").read_bytes().startswith(b"\x89PNG")
@@ -162,15 +162,80 @@ def test_words_are_split_by_family_and_trained_on(workplace):
 
 @pytest.mark.slow
 def test_the_tutorial_is_a_notebook(workplace):
-    printed = run(workplace, "-m", "marimo", "check", str(ROOT / "examples" / "tutorial_grpo.py"))
+    printed = run(workplace, "-m", "marimo", "check", str(TUTORIAL))
     assert "error" not in printed
 
 
+def recorded_cells() -> list[dict[str, Any]]:
+    """Return the cells of the recorded notebook."""
+    return json.loads(TUTORIAL.with_suffix(".ipynb").read_text())["cells"]
+
+
+def test_the_recorded_notebook_has_the_cells_of_the_tutorial():
+    """If this fails, record it again, as CONTRIBUTING.md says."""
+    cells = []
+    for function in ast.parse(TUTORIAL.read_text()).body:
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = [each for each in function.body if not isinstance(each, ast.Return)]
+            cells.append(ast.unparse(body))
+    recorded = []
+    for cell in recorded_cells():
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            recorded.append(source)
+        else:
+            recorded.append(ast.unparse(ast.parse(source)))
+    assert len(cells) == len(recorded) > 20
+    for cell, source in zip(cells, recorded, strict=True):
+        if cell.startswith("mo.md("):
+            assert inspect.cleandoc(ast.literal_eval(cell[len("mo.md(") : -1])) == source
+        else:
+            assert cell == source
+
+
+@pytest.mark.slow
+def test_the_recorded_notebook_runs_and_its_outputs_have_the_recorded_form(
+    in_process, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", ["jupyter", *TINY_SETTINGS])
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    namespace: dict[str, Any] = {}
+
+    async def run_cells() -> None:
+        for cell in recorded_cells():
+            if cell["cell_type"] == "code":
+                code = compile(
+                    "".join(cell["source"]), "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+                )
+                if (waiting := eval(code, namespace)) is not None:
+                    await waiting
+                printed = capsys.readouterr().out
+                recorded = "".join(
+                    line for output in cell["outputs"] for line in output.get("text", [])
+                )
+                assert forms_of(printed) == forms_of(recorded)
+
+    asyncio.run(run_cells())
+    namespace["service_client"].close()
+    assert namespace["plt"].gca().lines
+    namespace["plt"].close("all")
+    outputs = [output for cell in recorded_cells() for output in cell.get("outputs", [])]
+    assert {output["output_type"] for output in outputs} == {"stream", "display_data"}
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
+
+
+def forms_of(printed: str) -> set[str]:
+    """Return the forms of the lines about the training, and whether anything is printed."""
+    lines = [line for line in printed.splitlines() if line.startswith(("step ", "test questions"))]
+    return {re.sub(r"\s+", " ", re.sub(r"[\d.]+", "#", line)) for line in lines} | {
+        "text" if printed.strip() else "nothing"
+    }
+
+
 def test_without_marimo_the_tutorial_names_the_extra(workplace):
-    tutorial = ROOT / "examples" / "tutorial_grpo.py"
     program = (
         "import runpy, sys; sys.modules['marimo'] = None; "
-        f"runpy.run_path({str(tutorial)!r}, run_name='__main__')"
+        f"runpy.run_path({str(TUTORIAL)!r}, run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
