@@ -24,6 +24,7 @@ NOT_RUN = {
     r"planish serve": "does not end; tests/test_doc_servers.py runs what the pages do with a server",
     r"planish sweep ": "trains several runs; tests/commands/test_sweep.py runs a sweep",
     r"planish console": "does not end; tests/console runs it",
+    r"planish fleet ": "needs a server with replicas; tests/fleet/test_served_fleet.py runs it",
     r"planish run ": "needs a script of the reader's; tests/commands/test_run.py runs such",
     r"planish models --fetch": "downloads a model",
     r"planish chat --model tinker://\.\.\.": "is no complete command",

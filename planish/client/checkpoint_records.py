@@ -109,6 +109,14 @@ class ServerRecords:
             for name, url in sorted(urls.items())
         ]
 
+    def replicas(self) -> list[Row]:
+        """Return what each replica of the server is and does."""
+        return self._call("GET", "/fleet")["replicas"]
+
+    def drain(self, replica: int) -> list[Row]:
+        """Let the server give a replica no new work. Return the rows of `replicas`."""
+        return self._call("POST", f"/fleet/{replica}/drain")["replicas"]
+
     def import_adapter(self, directory: Path, options: Mapping[str, Any]) -> Row:
         """Upload the adapter in a directory and import it on the server. `options` are base_model,
         name, quantize and source, as far as they are known.

@@ -18,7 +18,9 @@ _SCAN_SECONDS = 3.0
 _MAX_READ_BYTES = 16 << 20
 """How much of a metrics file one request reads. It takes a few tenths of a second."""
 _RUN_FILES = (METRICS, CHECKPOINTS)
-PLACE_OPTIONS = frozenset({"log_path", "wandb_name", "base_url", "session", "tenant", "closed"})
+PLACE_OPTIONS = frozenset(
+    {"log_path", "wandb_name", "base_url", "replicas", "ray", "session", "tenant", "closed"}
+)
 """Options that say where a run is, not what it does. Comparisons leave them out. The last three are
 those of a server's runs.
 """

@@ -18,8 +18,8 @@ import anyio.from_thread
 from planish.console.answers import Answers, Parameters
 from planish.console.row_tail import Row
 from planish.console.server_runs import ServerCatalog
+from planish.processes.memory import resident_bytes
 from planish.server.durable.records import SessionRow, select
-from planish.server.metrics import resident_bytes
 from planish.server.results import NotFound, Tenant
 from planish.server.server import Server
 from planish.server.session_timeline import MAX_REQUESTS, SessionTimeline

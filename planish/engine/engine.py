@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from planish.engine.administration import Administration
 from planish.engine.base_models import BaseModels
@@ -36,7 +36,14 @@ from planish.model.config import ModelConfig
 from planish.model.listing import list_models
 from planish.model.sources import checked_mapping, models_from_env_var
 from planish.processes.threads import limit_threads
-from planish.service import CheckpointInfo, ForwardBackward, Operation, Sample, SamplerInfo
+from planish.service import (
+    CheckpointInfo,
+    ForwardBackward,
+    Operation,
+    Sample,
+    SamplerInfo,
+    Service,
+)
 from planish.types import (
     Checkpoint,
     CheckpointPath,
@@ -47,8 +54,45 @@ from planish.types import (
 R = TypeVar("R")
 
 
+class HostedEngine(Service, Protocol):
+    """What a server needs of an engine: an `Engine`, or the fleet of fleet/served.py."""
+
+    @property
+    def administration(self) -> Administration:
+        """What a server needs besides operations."""
+        ...
+
+    @property
+    def checks_inline(self) -> bool:
+        """Whether `check_sample` is so fast that the event loop may call it."""
+        ...
+
+    @property
+    def substitutions(self) -> Counter[tuple[str, str]]:
+        """See `Engine.substitutions`."""
+        ...
+
+    def check_sample(self, base_model: str, operation: Sample) -> None:
+        """See `Engine.check_sample`."""
+        ...
+
+    def prepare_constraint(self, operation: Sample, base_model: str | None = None) -> Future[Any]:
+        """See `Engine.prepare_constraint`."""
+        ...
+
+    def progress(self) -> int | None:
+        """See `Engine.progress`."""
+        ...
+
+    def thread_stack(self) -> str:
+        """See `Engine.thread_stack`."""
+        ...
+
+
 class Engine:
     """The engine of this process: base models, adapters, samplers and checkpoints."""
+
+    checks_inline = True
 
     def __init__(
         self,

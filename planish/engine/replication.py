@@ -17,7 +17,7 @@ from torch import Tensor
 
 from planish.engine.training.gradient_tree import TreeNode
 from planish.engine.training.trainer import MicroBatchResult, PartialResult
-from planish.service import Operation
+from planish.service import Operation, Sample
 from planish.types import Datum, ForwardBackwardOutput, LoraConfig
 
 
@@ -104,6 +104,14 @@ class CreateVersionSampler(Operation[str]):
 
     sampler_id: str
     version: str
+
+
+@dataclass(frozen=True)
+class CompileConstraint(Operation[None]):
+    """Compile the constraint of a sample, so that its submission need not wait for it."""
+
+    sample: Sample
+    base_model: str
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from planish.runlog.run_directory import (
     weights_of,
 )
 
-_PRIVATE_OPTIONS = ("log_path", "base_url", "wandb_project", "wandb_name", "loggers")
+_PRIVATE_OPTIONS = ("log_path", "base_url", "ray", "wandb_project", "wandb_name", "loggers")
 """Options about where a run was logged. They are left out of model cards."""
 _URL = re.compile(r"(?!tinker:|planish:)\b[A-Za-z][\w+.-]*://\S+")
 _PATH_IN_TEXT = re.compile(r"(?<![^\s=,:;\"'(\[])(?:~|\.{1,2})?(?:/[^\s/,;\"')\]]+){2,}/?")

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from planish.fleet.replica import Replica, SharedVersion
 from planish.fleet.replica_set import SILENT_SECONDS, ReplicaSet
 from planish.fleet.samplers import FleetSampler, FleetSamplers
 from planish.fleet.training import FleetModel
+from planish.processes.stall_watch import STALL_SECONDS
 from planish.service import (
     CheckpointInfo,
     CreateModel,
@@ -50,11 +52,13 @@ class Fleet:
         put: Callable[[AdapterVersion], Any] = lambda version: version,
         on_close: Callable[[], None] = lambda: None,
         silent_seconds: float = SILENT_SECONDS,
+        stall_seconds: float = STALL_SECONDS,
     ) -> None:
         """Start the replicas.
 
         `start_link` starts a process. `put` stores a version of an adapter, and returns what the
-        replicas get in its place. A replica that does not answer for `silent_seconds` is replaced.
+        replicas get in its place. A replica that does not answer for `silent_seconds`, or
+        whose engine makes no progress for `stall_seconds`, is replaced.
         """
         self._put = put
         self._on_close = on_close
@@ -66,7 +70,12 @@ class Fleet:
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="planish-fleet")
         self.replicas = ReplicaSet(
-            start_link, num_replicas, self._describe_loss, self._handle_loss, silent_seconds
+            start_link,
+            num_replicas,
+            self._describe_loss,
+            self._handle_loss,
+            silent_seconds,
+            stall_seconds,
         )
         self._samplers = FleetSamplers(self.replicas, self._threads, self._drop_version)
         self._releases = ReleaseQueue(self)
@@ -143,13 +152,13 @@ class Fleet:
         """Free a model or sampler. The thread of the releases calls this."""
         if isinstance(operation, _Release):
             self._samplers.release(operation.sampler)
-            done: Future[Any] = Future()
-            done.set_result(None)
-            return done
+            return _done()
         assert isinstance(operation, UnloadModel)
         model = self._models.pop(operation.model_id)
         try:
             return model.submit(operation)
+        except ReplicaLostError:  # the model is gone already
+            return _done()
         finally:
             with self._lock:
                 model.home.num_models -= 1
@@ -164,20 +173,27 @@ class Fleet:
             assert operation.from_path is not None
             base_model = self.checkpoint_info(operation.from_path).base_model
         self.replicas.load_base_model(base_model)
-        home = self.replicas.choose_home()
-        with self._lock:
-            home.num_models += 1
-        try:
-            future = home.engine.submit(operation)
-        except BaseException:
-            with self._lock:
-                home.num_models -= 1
-            raise
+        home, future = self._create_at_home(operation)
         self._models[operation.model_id] = FleetModel(
             operation.model_id, base_model, home, self.replicas, self._share, self._drop_version
         )
         self._created_model_ids.add(operation.model_id)
         return future
+
+    def _create_at_home(self, operation: CreateModel) -> tuple[Replica, Future[Any]]:
+        """Create a model on the replica with the fewest. Return the replica, and the result."""
+        while True:
+            home = self.replicas.choose_home()
+            with self._lock:
+                home.num_models += 1
+            try:
+                return home, home.engine.submit(operation)
+            except BaseException as error:
+                with self._lock:
+                    home.num_models -= 1
+                if not isinstance(error, ReplicaLostError):
+                    raise
+                self.replicas.wait_until_lost(home)
 
     def _publish(self, operation: PublishSampler) -> Future[str]:
         model = self._model(operation.model_id)
@@ -188,16 +204,25 @@ class Fleet:
         except BaseException:
             self._samplers.remove(operation.sampler_id)
             raise
-        exported.add_done_callback(
-            lambda _: self._threads.submit(self._finish_publish, sampler, exported, future)
-        )
+        exported.add_done_callback(partial(self._finish_publish, sampler, future))
         return future
 
     def _finish_publish(
-        self, sampler: FleetSampler, exported: Future[SharedVersion], future: Future[str]
+        self, sampler: FleetSampler, future: Future[str], exported: Future[SharedVersion]
     ) -> None:
         error = exported.exception()
-        self._samplers.set_source(sampler, None if error else exported.result(), error)
+        # The model may drop its own use of the version at its next step.
+        shared = None if error is not None else self._share(exported.result().version)
+        self._threads.submit(self._set_source, sampler, future, shared, error)
+
+    def _set_source(
+        self,
+        sampler: FleetSampler,
+        future: Future[str],
+        shared: SharedVersion | None,
+        error: BaseException | None,
+    ) -> None:
+        self._samplers.set_source(sampler, shared, error)
         if error is not None:
             future.set_exception(error)
         else:
@@ -214,9 +239,7 @@ class Fleet:
             SamplerInfo(operation.sampler_id, base_model, operation.model_path)
         )
         self._samplers.set_source(sampler, shared, None)
-        future: Future[str] = Future()
-        future.set_result(operation.sampler_id)
-        return future
+        return _done(operation.sampler_id)
 
     def _share(self, version: AdapterVersion) -> SharedVersion:
         """Store a version for all replicas, unless it is stored, and count one more use."""
@@ -238,7 +261,7 @@ class Fleet:
             del self._version_uses[name], self._versions[name]
         for replica in self.replicas.replicas:
             if not replica.is_lost and not self._is_closed:
-                self._threads.submit(replica.drop_version, name)
+                self._threads.submit(replica.drop_version, name, self._versions)
 
     def _describe_loss(self, operation: Operation[Any], error: ReplicaLostError) -> str:
         model = self._models.get(getattr(operation, "model_id", None) or "")
@@ -259,15 +282,18 @@ class Fleet:
     def _call(self, name: str, *args: Any) -> Any:
         """Call a method of any engine."""
         self._check_open()
-        while True:
-            try:
-                return self.replicas.live()[0].engine.call(name, *args)
-            except ReplicaLostError:
-                continue
+        return self.replicas.call(name, *args)
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise EngineClosedError("the engine is closed; make a new ServiceClient")
+
+
+def _done(value: Any = None) -> Future[Any]:
+    """Return a future with a result."""
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
 
 
 class _Release(Operation[None]):

@@ -6,13 +6,25 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from planish.engine.constraints.grammar import Grammar
 from planish.engine.engine import Engine
-from planish.engine.replication import AdapterVersion, CreateVersionSampler, ExportedWeights
+from planish.engine.memory import DeviceMemory
+from planish.engine.replication import CompileConstraint, CreateVersionSampler, ExportedWeights
 from planish.engine.settings import EngineSettings
-from planish.fleet.link import EngineOptions, Event, Outcome, StreamedToken, transportable
+from planish.errors import PlanishError
+from planish.fleet.link import (
+    EngineOptions,
+    EngineStatus,
+    Event,
+    Outcome,
+    StreamedToken,
+    transportable,
+)
+from planish.processes.memory import resident_bytes
 from planish.service import (
     CreateSampler,
     DeferredForwardBackward,
@@ -38,14 +50,24 @@ class Submission:
     """Whether the data of a `DeferredForwardBackward` are being prepared."""
 
 
+def new_engine(options: EngineOptions) -> Engine:
+    """Start an engine in this process. Raise UserError for an invalid option."""
+    settings = EngineSettings(**dict(options.settings))
+    if options.adapter_bytes is None:
+        return Engine(options.models, options.data_dir, settings)
+    directories = [Path(path) for path in (options.models or {}).values()]
+    memory = DeviceMemory(settings, directories, options.adapter_bytes)
+    engine = Engine(options.models, options.data_dir, settings, memory, only_these_models=True)
+    engine.administration.keep_expired_checkpoints()
+    return engine
+
+
 class EngineHost:
     """An engine, the futures of its operations, and the events for the caller."""
 
     def __init__(self, options: EngineOptions) -> None:
         """Start the engine. Raise UserError for an invalid option."""
-        self._engine = Engine(
-            options.models, options.data_dir, EngineSettings(**dict(options.settings))
-        )
+        self._engine = new_engine(options)
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="planish-export")
         self._futures: dict[int, Future[Any]] = {}
@@ -75,7 +97,11 @@ class EngineHost:
                 data.set_running_or_notify_cancel()
             operation = replace(operation, data=data)
             self._data[call_id] = data
-        future = self._engine.submit(operation)
+        future: Future[Any] = (
+            self._engine.prepare_constraint(operation.sample, operation.base_model)
+            if isinstance(operation, CompileConstraint)
+            else self._engine.submit(operation)
+        )
         self._futures[call_id] = future
         future.add_done_callback(partial(self._report, call_id))
         if isinstance(operation, PublishSampler | CreateSampler | CreateVersionSampler):
@@ -103,12 +129,11 @@ class EngineHost:
         """Close the engine."""
         self._engine.close(finish)
 
-    def add_version(self, version: AdapterVersion) -> None:
-        """Make a version of another engine's adapter known."""
-        self._engine.add_version(version)
-
-    def ping(self) -> None:
-        """Return, so that the caller learns that this process answers."""
+    def ping(self) -> EngineStatus:
+        """Return the status, from which the caller learns that this process answers."""
+        return EngineStatus(
+            self._engine.progress(), *self._engine.administration.preemptions(), resident_bytes()
+        )
 
     def _stream(self, call_id: int, token: SampledToken) -> None:
         self._events.put(StreamedToken(call_id, token))
@@ -119,8 +144,10 @@ class EngineHost:
             outcome = Outcome(call_id, is_cancelled=True)
         elif (error := future.exception()) is not None:
             outcome = Outcome(call_id, error=transportable(error))
+        elif isinstance(value := future.result(), Grammar):
+            outcome = Outcome(call_id)  # A compiled constraint stays in this process.
         else:
-            outcome = Outcome(call_id, future.result())
+            outcome = Outcome(call_id, value)
         if isinstance(outcome.value, ExportedWeights):
             # Hashing takes long, and this method runs in the engine thread.
             self._threads.submit(self._report_version, call_id, outcome)
@@ -135,3 +162,27 @@ class EngineHost:
             self._events.put(Outcome(call_id, error=transportable(error)))
         else:
             self._events.put(Outcome(call_id, version))
+
+
+class RequestHandler:
+    """Answers the requests of a `Link` in the engine's process. The first request is "start"."""
+
+    def __init__(self) -> None:
+        self._host: EngineHost | None = None
+
+    @property
+    def host(self) -> EngineHost:
+        """The host. Raise PlanishError if it is not started."""
+        if self._host is None:
+            raise PlanishError("the engine is not started")
+        return self._host
+
+    def answer(self, name: str, *args: Any) -> tuple[Any, BaseException | None]:
+        """Start the host, or call a method of the host. Return the result, or None and the error."""
+        try:
+            if name == "start":
+                self._host = EngineHost(*args)
+                return None, None
+            return getattr(self.host, name)(*args), None
+        except BaseException as error:
+            return None, transportable(error)

@@ -23,6 +23,22 @@ class EngineOptions:
     data_dir: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The fields of `EngineSettings`."""
+    adapter_bytes: int | None = None
+    """The maximum memory of all adapters of a server. None: the engine does not belong to a server.
+    An engine of a server knows the base models in `models` only.
+    """
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """What an engine answers when it is asked for a sign of life."""
+
+    progress: int | None = None
+    """See `Engine.progress`."""
+    num_preemptions: int = 0
+    num_preempted_samples: int = 0
+    resident_bytes: int = 0
+    """The resident memory of the engine's process."""
 
 
 @dataclass(frozen=True)

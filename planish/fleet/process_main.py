@@ -11,9 +11,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from planish.errors import PlanishError
-from planish.fleet.host import EngineHost
-from planish.fleet.link import transportable
+from planish.fleet.host import RequestHandler
 
 _NUM_THREADS = 32
 """The number of calls that can run at once. A call that loads a base model takes seconds."""
@@ -35,7 +33,8 @@ class _ProcessMain:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._send_lock = threading.Lock()
-        self._host: EngineHost | None = None
+        self._handler = RequestHandler()
+        self._is_started = False
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="planish-call")
 
     def run(self) -> None:
@@ -43,28 +42,19 @@ class _ProcessMain:
         with suppress(EOFError, OSError):
             while True:
                 self._threads.submit(self._answer, *pickle.loads(self._connection.recv_bytes()))
-        if self._host is not None:
-            self._host.close(finish=False)
+        if self._is_started:
+            self._handler.host.close(finish=False)
 
     def _answer(self, request_id: int, name: str, args: tuple[Any, ...]) -> None:
-        try:
-            value, error = self._call(name, args), None
-        except BaseException as raised:
-            value, error = None, transportable(raised)
+        value, error = self._handler.answer(name, *args)
+        if name == "start" and error is None:
+            self._is_started = True
+            threading.Thread(target=self._send_events, daemon=True).start()
         self._send("reply", request_id, value, error)
 
-    def _call(self, name: str, args: tuple[Any, ...]) -> Any:
-        if name == "start":
-            self._host = EngineHost(*args)
-            threading.Thread(target=self._send_events, args=(self._host,), daemon=True).start()
-            return None
-        if self._host is None:
-            raise PlanishError("the engine is not started")
-        return getattr(self._host, name)(*args)
-
-    def _send_events(self, host: EngineHost) -> None:
+    def _send_events(self) -> None:
         while True:
-            self._send("events", host.poll())
+            self._send("events", self._handler.host.poll())
 
     def _send(self, *message: Any) -> None:
         content = pickle.dumps(message, protocol=5)

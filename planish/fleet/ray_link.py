@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from planish.errors import UserError
-from planish.fleet.host import EngineHost
-from planish.fleet.link import EngineOptions, Event, ReplicaLostError, transportable
+from planish.fleet.host import RequestHandler
+from planish.fleet.link import EngineOptions, Event, ReplicaLostError
 
 _NUM_CALLS = 32
 """The number of calls of one replica that can run at once."""
@@ -52,25 +52,19 @@ class ReplicaActor:
     """The Ray actor of a replica. Results are (value, error), because Ray wraps exceptions."""
 
     def __init__(self) -> None:
-        self._host: EngineHost | None = None
+        self._handler = RequestHandler()
+
+    def machine(self) -> Machine:
+        """Return where this replica runs."""
+        return this_machine()
 
     def request(self, name: str, *args: Any) -> tuple[Any, BaseException | None]:
         """Call a method of the host."""
-        try:
-            if name == "start":
-                self._host = EngineHost(*args)
-                return None, None
-            if name == "machine":
-                return this_machine(), None
-            assert self._host is not None
-            return getattr(self._host, name)(*args), None
-        except BaseException as error:
-            return None, transportable(error)
+        return self._handler.answer(name, *args)
 
     def poll(self) -> list[Event]:
         """Wait for the next events."""
-        assert self._host is not None
-        return self._host.poll()
+        return self._handler.host.poll()
 
 
 class RayLink:
@@ -91,7 +85,7 @@ class RayLink:
         self._was_killed = threading.Event()
         self.machine: Machine | None = None
         try:
-            self.machine = self.request("machine")
+            self.machine = self._call(self._actor.machine)
             self.request("start", options)
         except BaseException:
             self.kill()
@@ -99,14 +93,14 @@ class RayLink:
 
     def request(self, name: str, *args: Any) -> Any:
         """Call a method of the host. See `Link`. An argument may be the result of `ray.put`."""
-        value, error = self._wait_for(self._actor.request.remote(name, *args))
+        value, error = self._call(self._actor.request, name, *args)
         if error is not None:
             raise error
         return value
 
     def poll(self) -> Sequence[Event]:
         """Wait for the next events. See `Link`."""
-        return self._wait_for(self._actor.poll.options(concurrency_group="poll").remote())
+        return self._call(self._actor.poll.options(concurrency_group="poll"))
 
     def end(self) -> None:
         """End the process. `RemoteEngine.close` has closed the engine before."""
@@ -123,21 +117,20 @@ class RayLink:
             with suppress(ProcessLookupError):
                 os.kill(self.machine.pid, signal.SIGKILL)
 
-    def _wait_for(self, reference: Any) -> Any:
+    def _call(self, method: Any, *args: Any) -> Any:
+        """Call a method of the actor, and return its result."""
         exceptions = self._ray.exceptions
-        while True:
-            if self._was_killed.is_set():
-                raise ReplicaLostError("the replica was ended")
-            try:
-                return self._ray.get(reference, timeout=_CHECK_SECONDS)
-            except exceptions.GetTimeoutError:
-                continue
-            except exceptions.RayError as error:
-                lines = str(error).strip().splitlines()
-                reason = lines[-1].strip() if lines else type(error).__name__
-                raise ReplicaLostError(
-                    f"the replica's process has ended ({reason[:200]})"
-                ) from None
+        try:
+            reference = method.remote(*args)
+            while not self._was_killed.is_set():
+                with suppress(exceptions.GetTimeoutError):
+                    return self._ray.get(reference, timeout=_CHECK_SECONDS)
+        # Ray raises SystemExit in threads that wait when the cluster ends.
+        except (exceptions.RayError, SystemExit) as error:
+            lines = str(error).strip().splitlines()
+            reason = lines[-1].strip() if lines else type(error).__name__
+            raise ReplicaLostError(f"the replica's process has ended ({reason[:200]})") from None
+        raise ReplicaLostError("the replica was ended")
 
 
 def import_ray() -> Any:
@@ -145,6 +138,8 @@ def import_ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # By default, Ray gives its workers a low priority. Replicas do most of a program's work.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Otherwise a call after the end of the cluster would start another one.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
         import ray
     except ImportError as error:

@@ -144,10 +144,6 @@ class RemoteEngine:
         self._check_open()
         return self._link.request("call", name, *args)
 
-    def request(self, name: str, *args: Any) -> Any:
-        """Call a method of the host, and return its result."""
-        return self._link.request(name, *args)
-
     def close(self, finish: bool = True) -> None:
         """Close the engine, and end its process. See `Service.close`."""
         if self._is_closed:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from planish.engine.replication import AdapterVersion, CreateVersionSampler
 from planish.errors import UserError
-from planish.fleet.link import Link
+from planish.fleet.link import EngineStatus, Link
 from planish.fleet.remote_engine import RemoteEngine
+from planish.processes.stall_watch import StallWatch
 from planish.service import CreateSampler
 
 
@@ -43,6 +45,12 @@ class Replica:
     """The engine of the present process. Only its results count: another process has an engine object
     and operations of its own.
     """
+    status: EngineStatus = field(default_factory=EngineStatus)
+    """The last sign of life."""
+    num_signs: int = 0
+    """The number of signs of life."""
+    is_draining: bool = False
+    """Whether the replica gets no new samples and no new training models."""
     load: int = 0
     """Unfinished sampling work in tokens."""
     num_models: int = 0
@@ -51,8 +59,12 @@ class Replica:
     """The number of sampling requests that this replica has answered."""
     num_micro_batches: int = 0
     """The number of micro-batches that this replica has computed for models of other replicas."""
+    num_losses: int = 0
+    """How many processes of this number were lost."""
     num_idle_losses: int = 0
-    """How many processes of this number were lost in a row before they had done any work."""
+    """How many of them were lost in a row before they had done any work."""
+    work_before: int = 0
+    """The work of the earlier processes: samples and micro-batches."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """The fingerprints of the loaded base models."""
     _versions: set[str] = field(default_factory=set)
@@ -67,7 +79,28 @@ class Replica:
     @property
     def has_worked(self) -> bool:
         """Whether the process has done any work."""
-        return bool(self.num_models or self.num_samples or self.num_micro_batches)
+        return bool(self.num_models) or self._work > self.work_before
+
+    @property
+    def state(self) -> str:
+        """What the replica does: "running", "lost" until it is replaced, "draining", or "drained"
+        when its process has ended.
+        """
+        if self.is_draining:
+            return "drained" if self.is_lost else "draining"
+        return "lost" if self.is_lost else "running"
+
+    @property
+    def _work(self) -> int:
+        return self.num_samples + self.num_micro_batches
+
+    def succeeded_by(self, successor: Replica) -> None:
+        """Pass the counts of this lost replica on to the one that replaces it."""
+        successor.num_samples = self.num_samples
+        successor.num_micro_batches = self.num_micro_batches
+        successor.num_losses = self.num_losses + 1
+        successor.num_idle_losses = 0 if self.has_worked else self.num_idle_losses + 1
+        successor.work_before = self._work
 
     def load_base_model(self, name: str) -> str:
         """Load a base model, and return the fingerprint of its weights."""
@@ -79,13 +112,13 @@ class Replica:
         """Fetch a version, unless it is here."""
         with self._lock:
             if shared.version.name not in self._versions:
-                self.engine.request("add_version", shared.handle)
+                self.engine.call("add_version", shared.handle)
                 self._versions.add(shared.version.name)
 
-    def drop_version(self, name: str) -> None:
-        """Forget a version."""
+    def drop_version(self, name: str, used: Container[str]) -> None:
+        """Forget a version, unless it is among those in use again."""
         with self._lock:
-            if name in self._versions:
+            if name in self._versions and name not in used:
                 self._versions.discard(name)
                 self.engine.call("drop_version", name)
 
@@ -113,42 +146,49 @@ class Replica:
 
 
 class Watch:
-    """Finds replicas that do not answer, although their processes exist, such as stopped ones."""
+    """Finds replicas whose processes exist and do not work: those that do not answer, such as
+    stopped ones, and those whose engines hang.
+    """
 
-    _MAX_TICK_SECONDS = 5.0
-
-    def __init__(self, limit_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """A replica that has not answered for `limit_seconds` is lost."""
-        self._limit_seconds = limit_seconds
-        self._clock = clock
-        self._last_tick = clock()
-        self._silent_seconds: dict[Replica, float] = {}
+    def __init__(
+        self,
+        silent_seconds: float,
+        stall_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """A replica is given up if it has not answered for `silent_seconds`, or if its engine has
+        work and has made no progress for `stall_seconds`.
+        """
+        self._new_watches = lambda: (
+            StallWatch(silent_seconds, clock),
+            StallWatch(stall_seconds, clock),
+        )
+        self._watches: WeakKeyDictionary[Replica, tuple[StallWatch, StallWatch]] = (
+            WeakKeyDictionary()
+        )
         self._waiting: set[Replica] = set()
 
     def tick(self, replicas: list[Replica]) -> list[Replica]:
-        """Ask all replicas for a sign of life, and return those that are silent for too long. Call
-        this every second.
+        """Ask all replicas for a sign of life, and return those to give up. Call this every
+        second.
         """
-        now = self._clock()
-        # If this process itself was stopped, the replicas had no chance to answer.
-        elapsed, self._last_tick = min(now - self._last_tick, self._MAX_TICK_SECONDS), now
-        silent = []
-        for replica in replicas:
-            if replica in self._waiting:
-                self._silent_seconds[replica] = self._silent_seconds.get(replica, 0.0) + elapsed
-                if self._silent_seconds[replica] >= self._limit_seconds:
-                    silent.append(replica)
-            else:
-                self._silent_seconds.pop(replica, None)
-                self._waiting.add(replica)
-                threading.Thread(target=self._ping, args=(replica,), daemon=True).start()
-        return silent
+        return [replica for replica in replicas if self._is_given_up(replica)]
+
+    def _is_given_up(self, replica: Replica) -> bool:
+        silence, stall = self._watches.setdefault(replica, self._new_watches())
+        is_given_up = silence.is_stalled(replica.num_signs)
+        is_given_up |= stall.is_stalled(replica.status.progress)
+        if replica not in self._waiting:
+            self._waiting.add(replica)
+            threading.Thread(target=self._ping, args=(replica,), daemon=True).start()
+        return is_given_up
 
     def _ping(self, replica: Replica) -> None:
         try:
-            replica.link.request("ping")
+            replica.status = replica.link.request("ping")
         except Exception:  # the replica is lost, which its engine finds out
             return
+        replica.num_signs += 1
         self._waiting.discard(replica)
 
 

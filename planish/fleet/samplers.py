@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
@@ -20,6 +20,12 @@ from planish.fleet.routing import PrefixTable
 from planish.images import ImageChunk
 from planish.service import ReleaseSampler, Sample, SampledToken, SamplerInfo
 from planish.types import ModelInput, SampleResponse
+
+_SUSPECT_LOSSES = 2
+_MAX_LOSSES = 5
+"""A request fails after so many replicas were lost while they sampled it. After the first two, it
+no longer runs together with other such requests.
+"""
 
 
 @dataclass(eq=False)
@@ -52,6 +58,8 @@ class FleetSample:
         self.sampler = sampler
         self.future: RemoteFuture[SampleResponse] = RemoteFuture(self._cancel)
         self._attempt: Future[SampleResponse] | None = None
+        self.num_losses = 0
+        """How many replicas were lost while they ran this request."""
         self._num_delivered: Counter[int] = Counter()
         """The number of streamed tokens of each sample that the caller has got."""
 
@@ -97,14 +105,24 @@ class FleetSamplers:
         self._threads = threads
         self._on_unused = on_unused
         self._samplers: dict[str, FleetSampler] = {}
+        self._suspects: deque[FleetSample] = deque()
+        """Requests that were lost with several replicas, of which one may be the cause."""
+        self._running_suspect: FleetSample | None = None
         self._prefixes = PrefixTable()
         self._lock = threading.Lock()
 
     def add(self, info: SamplerInfo) -> FleetSampler:
-        """Create a sampler without weights. Raise UserError if the id is in use."""
+        """Create a sampler without weights. Raise UserError if the id is in use. The id of a
+        sampler that got no weights can be used again.
+        """
         sampler = FleetSampler(info)
-        if self._samplers.setdefault(info.sampler_id, sampler) is not sampler:
-            raise UserError(f"sampler_id={info.sampler_id!r} is already in use; choose another id")
+        with self._lock:
+            old = self._samplers.get(info.sampler_id)
+            if old is not None and old.failure is None:
+                raise UserError(
+                    f"sampler_id={info.sampler_id!r} is already in use; choose another id"
+                )
+            self._samplers[info.sampler_id] = sampler
         return sampler
 
     def remove(self, sampler_id: str) -> FleetSampler:
@@ -146,16 +164,14 @@ class FleetSamplers:
         try:
             if sampler.source is None and sampler.failure is None:
                 checked = replace(operation, on_token=None)
-                self._replicas.live()[0].engine.call(
-                    "check_sample", sampler.info.base_model, checked
-                )
+                self._replicas.call("check_sample", sampler.info.base_model, checked)
                 with self._lock:
                     if sampler.source is None and sampler.failure is None:
                         sampler.waiting.append(sample)
                         return sample.future
             self._dispatch(sample)
         except BaseException:
-            self._close_request(sampler)
+            self._close_request(sample)
             raise
         return sample.future
 
@@ -170,19 +186,19 @@ class FleetSamplers:
             self._prefixes.forget(replica.number)
 
     def _dispatch(self, sample: FleetSample) -> None:
-        sampler, excluded = sample.sampler, set[Replica]()
+        sampler = sample.sampler
         if sampler.failure is not None:
             raise UserError(f"sampler_id={sampler.info.sampler_id!r}: {sampler.failure}")
         assert sampler.source is not None
         while True:
-            replica, work = self._choose(sample, excluded)
+            replica, work = self._choose(sample)
             try:
                 replica.add_sampler(sampler.source)
                 attempt = sample.submit(replica)
             except ReplicaLostError:
                 # Another replica gets the request. `live` waits if there is none.
-                excluded.add(replica)
                 self._charge(replica, -work)
+                self._replicas.wait_until_lost(replica)
             except BaseException:
                 self._charge(replica, -work)
                 raise
@@ -193,31 +209,66 @@ class FleetSamplers:
     def _dispatch_later(self, sample: FleetSample) -> None:
         """Dispatch a request whose `submit` has returned."""
         if sample.future.done():
-            self._close_request(sample.sampler)
+            self._close_request(sample)
             return
         try:
             self._dispatch(sample)
         except BaseException as error:
-            self._close_request(sample.sampler)
+            self._close_request(sample)
             sample.future.set_exception(error)
 
-    def _choose(self, sample: FleetSample, excluded: set[Replica]) -> tuple[Replica, int]:
+    def _dispatch_again(self, sample: FleetSample) -> None:
+        """Dispatch a request whose replica was lost. Suspects run one at a time, so that a request
+        that ends its replica does not do so while the others run.
+        """
+        sample.num_losses += 1
+        self._end_suspicion(sample)
+        if sample.num_losses >= _MAX_LOSSES:
+            self._close_request(sample)
+            sample.future.set_exception(
+                UserError(
+                    f"the request is not sampled again: {_MAX_LOSSES} replicas were lost while "
+                    "they sampled it; send fewer or shorter sequences in one request"
+                )
+            )
+        elif sample.num_losses >= _SUSPECT_LOSSES:
+            with self._lock:
+                self._suspects.append(sample)
+            self._dispatch_suspect()
+        else:
+            self._threads.submit(self._dispatch_later, sample)
+
+    def _dispatch_suspect(self) -> None:
+        with self._lock:
+            if self._running_suspect is not None or not self._suspects:
+                return
+            self._running_suspect = suspect = self._suspects.popleft()
+        self._threads.submit(self._dispatch_later, suspect)
+
+    def _end_suspicion(self, sample: FleetSample) -> None:
+        """Let the next suspect run, if this one was running."""
+        if self._running_suspect is sample:
+            self._running_suspect = None
+            self._dispatch_suspect()
+
+    def _choose(self, sample: FleetSample) -> tuple[Replica, int]:
         """Return the replica for a request and its work in tokens, and charge the work."""
-        live = self._replicas.live()
-        candidates = [replica for replica in live if replica not in excluded] or live
+        live = self._replicas.open()
         op, source = sample.operation, sample.sampler.source
         assert source is not None
         max_tokens = 0 if op.prompt_only else (op.sampling_params.max_tokens or 0)
-        version = source.base_model if source.shared is None else source.shared.version.name
+        weights = source.base_model if source.shared is None else source.shared.version.name
+        version = (weights, op.cache_owner)  # cached prefixes belong to an owner
+        keys = prefix_keys(op.prompt)
         with self._lock:
             number, work = self._prefixes.choose(
-                prefix_keys(op.prompt),
+                keys,
                 version,
                 op.num_samples * max_tokens,
                 # Of equal replicas, the one that has answered the fewest requests comes first.
-                {r.number: r.load for r in sorted(candidates, key=lambda r: r.num_samples)},
+                {r.number: r.load for r in sorted(live, key=lambda r: r.num_samples)},
             )
-            (replica,) = (replica for replica in candidates if replica.number == number)
+            (replica,) = (replica for replica in live if replica.number == number)
             replica.load += work
         return replica, work
 
@@ -231,16 +282,17 @@ class FleetSamplers:
         self._charge(replica, -work)
         error = None if attempt.cancelled() else attempt.exception()
         if isinstance(error, ReplicaLostError) and not self._replicas.is_closing:
-            self._threads.submit(self._dispatch_later, sample)
+            self._dispatch_again(sample)
             return
         replica.num_samples += 1
-        self._close_request(sample.sampler)
+        self._close_request(sample)
         copy_outcome(attempt, sample.future)
 
-    def _close_request(self, sampler: FleetSampler) -> None:
+    def _close_request(self, sample: FleetSample) -> None:
+        self._end_suspicion(sample)
         with self._lock:
-            sampler.num_open -= 1
-        self._release_if_unused(sampler)
+            sample.sampler.num_open -= 1
+        self._release_if_unused(sample.sampler)
 
     def _release_if_unused(self, sampler: FleetSampler) -> None:
         with self._lock:

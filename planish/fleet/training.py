@@ -45,8 +45,10 @@ _CLOSE_CHECK_SECONDS = 0.5
 class Step:
     """An operation of a training model that waits for its turn."""
 
-    def __init__(self, operation: Operation[Any]) -> None:
+    def __init__(self, operation: Operation[Any], rows: Sequence[int] | None) -> None:
+        """`rows`: the numbers of rows of the micro-batches of a `ForwardBackward`, if known."""
         self.operation = operation
+        self.rows = rows
         self.future: RemoteFuture[Any] = RemoteFuture(self._cancel)
         self._attempt: Future[Any] | None = None
         self._has_begun = False
@@ -108,9 +110,9 @@ class FleetModel:
         self._on_unused = on_unused
         self._lock = threading.Lock()
         self._steps: deque[Step] = deque()
-        self._exported: SharedVersion | None = None
+        """The operations that wait. A thread runs them, as long as there are any."""
+        self._exported: Future[SharedVersion] | None = None
         """The present weights, if they were exported."""
-        self._is_running = False
         self._idle = threading.Condition(self._lock)
 
     def submit(self, operation: Operation[Any]) -> Future[Any]:
@@ -122,24 +124,34 @@ class FleetModel:
             raise self._lost_error() from None
 
     def _submit_in_order(self, operation: Operation[Any]) -> Future[Any]:
-        is_spread = self._is_spread(operation)
+        can_spread = len(self._replicas.live()) > 1
+        rows: Sequence[int] | None = None
+        if isinstance(operation, ForwardBackward):
+            if can_spread or self._steps:
+                rows = self._rows(operation)
+        elif self._steps and not isinstance(
+            operation, OptimStep | UnloadModel | DeferredForwardBackward
+        ):
+            # The home checks the operation only when its turn comes. The check of an unload would
+            # already unload the model.
+            self.home.engine.call("check", operation)
+        waits = can_spread and (
+            isinstance(operation, DeferredForwardBackward) or len(rows or ()) > 1
+        )
         with self._lock:
-            if not is_spread and not self._steps:
+            if not waits and not self._steps:
                 return self._submit_home(operation)
-            step = Step(operation)
+            step = Step(operation, rows)
             self._steps.append(step)
-            if not self._is_running:
-                self._is_running = True
+            if len(self._steps) == 1:
                 BackgroundThread(self._run, "planish-model", exit_seconds=0.0)
         return step.future
 
     def export(self) -> Future[SharedVersion]:
-        """Return the version of the weights after all submitted operations."""
-        shared: Future[SharedVersion] = Future()
-        operation = ExportWeights(self.model_id)
-        source = self.submit(operation)
-        source.add_done_callback(partial(self._finish_export, shared))
-        return shared
+        """Return the version of the weights after all submitted operations. The model drops its use
+        of the version when its weights change.
+        """
+        return self.submit(ExportWeights(self.model_id))
 
     def wait_until_idle(self) -> None:
         """Wait until every operation was submitted to the home replica."""
@@ -175,24 +187,15 @@ class FleetModel:
         if self.loss is not None:
             raise ReplicaLostError(self.loss)
 
-    def _is_spread(self, operation: Operation[Any]) -> bool:
-        """Return whether the operation may be spread. Raise UserError if it is invalid."""
-        if isinstance(operation, DeferredForwardBackward):
-            return len(self._replicas.live()) > 1
-        if not isinstance(operation, ForwardBackward) or len(self._replicas.live()) == 1:
-            if self._steps and not isinstance(operation, OptimStep | UnloadModel):
-                # The home checks the operation only when its turn comes. The check of an unload would
-                # already unload the model.
-                self.home.engine.call("check", operation)
-            return False
-        return len(self._rows(operation)) > 1 or bool(self._steps)
-
     def _rows(self, operation: ForwardBackward) -> list[int]:
+        """Return the number of rows of each micro-batch. Raise UserError for invalid data."""
         return self.home.engine.call("micro_batch_rows", operation)
 
     def _submit_home(self, operation: Operation[Any]) -> Future[Any]:
         """Submit an operation to the home replica. The caller has the lock."""
         self._check()
+        if isinstance(operation, ExportWeights):
+            return self._export_home(operation)
         if isinstance(operation, OptimStep | LoadWeights):
             self._forget_export()
         future = self.home.engine.submit(operation)
@@ -200,10 +203,23 @@ class FleetModel:
             future.add_done_callback(self._note_checkpoint)
         return future
 
+    def _export_home(self, operation: ExportWeights) -> Future[SharedVersion]:
+        """Return the weights, which are exported once while they do not change."""
+        exported = self._exported
+        if exported is None or (exported.done() and exported.exception() is not None):
+            self._exported = exported = Future()
+            source = self.home.engine.submit(operation)
+            source.add_done_callback(partial(self._finish_export, exported))
+        return exported
+
     def _forget_export(self) -> None:
         exported, self._exported = self._exported, None
         if exported is not None:
-            self._on_unused(exported)
+            exported.add_done_callback(self._drop_version)
+
+    def _drop_version(self, exported: Future[SharedVersion]) -> None:
+        if exported.exception() is None:
+            self._on_unused(exported.result())
 
     def _note_checkpoint(self, future: Future[Any]) -> None:
         if not future.cancelled() and future.exception() is None:
@@ -217,22 +233,20 @@ class FleetModel:
 
     def _run(self) -> None:
         """Run the queued operations, until there are none."""
-        while True:
-            with self._lock:
-                if not self._steps:
-                    self._is_running = False
-                    self._idle.notify_all()
-                    return
-                step = self._steps[0]
+        is_done = False
+        while not is_done:
+            step = self._steps[0]
             try:
                 self._run_step(step)
             except BaseException as error:
                 step.fail(error)
             with self._lock:
                 self._steps.popleft()
+                is_done = not self._steps
+                self._idle.notify_all()
 
     def _run_step(self, step: Step) -> None:
-        operation = step.operation
+        operation, rows = step.operation, step.rows
         adds_gradient = isinstance(operation, DeferredForwardBackward) or (
             isinstance(operation, ForwardBackward) and not operation.forward_only
         )
@@ -243,8 +257,8 @@ class FleetModel:
         try:
             if isinstance(operation, DeferredForwardBackward):
                 operation = self._with_data(operation)
-            rows = self._rows(operation) if isinstance(operation, ForwardBackward) else []
-            if len(rows) > 1 and isinstance(operation, ForwardBackward):
+                rows = self._rows(operation)
+            if isinstance(operation, ForwardBackward) and rows is not None and len(rows) > 1:
                 step.follow(self._spread(operation, rows))
                 return
             with self._lock:
@@ -277,8 +291,8 @@ class FleetModel:
 
     def _spread(self, operation: ForwardBackward, rows: Sequence[int]) -> Future[Any]:
         """Compute the micro-batches on all replicas, and add the gradients on the home replica."""
-        live = self._replicas.live()
-        replicas = [self.home, *(replica for replica in live if replica is not self.home)]
+        others = [replica for replica in self._replicas.open() if replica is not self.home]
+        replicas = [self.home, *others]
         shared = self._current_version() if len(replicas) > 1 else None
         parts = [
             self._start_part(operation, micro_batches, replica, shared)
@@ -294,11 +308,9 @@ class FleetModel:
 
     def _current_version(self) -> SharedVersion:
         """Return the present weights of the home replica. No other operation is in progress."""
-        if self._exported is None:
-            with self._lock:
-                source = self._submit_home(ExportWeights(self.model_id))
-            self._exported = self._share(source.result())
-        return self._exported
+        with self._lock:
+            exported = self._submit_home(ExportWeights(self.model_id))
+        return exported.result()
 
     def _start_part(
         self,

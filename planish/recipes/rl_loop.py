@@ -69,6 +69,7 @@ from planish.training.option_rules import (
 from planish.training.rl_config import RL_LOSSES
 from planish.training.run_loop import start_run
 from planish.training.run_options import (
+    ENGINE_OPTIONS,
     RESUMABLE_CHECKPOINT_OPTIONS,
     EvaluationOptions,
     RetainedCheckpointOptions,
@@ -83,7 +84,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 RESUMABLE_OPTIONS = (
     *RESUMABLE_CHECKPOINT_OPTIONS,
-    "base_url",
+    *ENGINE_OPTIONS,
     "max_steps",
     "eval_problems",
     "eval_samples",
@@ -154,7 +155,9 @@ class Config(SplitNames, EvaluationOptions, RetainedCheckpointOptions, StartOpti
 def main(config: Config) -> Path:
     """Train, in this process or on a server, and return the run directory."""
     check_options(config)
-    with planish.ServiceClient(base_url=config.base_url) as service_client:
+    with planish.ServiceClient(
+        base_url=config.base_url, replicas=config.replicas, ray=config.ray
+    ) as service_client:
         return train(config, service_client)
 
 

@@ -50,7 +50,7 @@ from planish.supervised.types import SupervisedDatasetBuilder
 from planish.training import rl_config as rl
 from planish.training import supervised_config as supervised
 from planish.training.option_rules import GROUP_SIZE, at_least, check_fields, rule
-from planish.training.run_options import LoraOptions, ScheduleOptions
+from planish.training.run_options import EngineOptions, LoraOptions, ScheduleOptions
 from planish.types import TTL_REMEDY, is_ttl
 
 T = TypeVar("T")
@@ -147,7 +147,7 @@ class RLStage(PromptOptions, ScheduleOptions):
 
 
 @chz.chz
-class Options(LoraOptions):
+class Options(LoraOptions, EngineOptions):
     """Options of the whole run."""
 
     model_name: str = chz.field(
@@ -156,9 +156,6 @@ class Options(LoraOptions):
     log_path: str = chz.field(
         default="/tmp/planish-examples/rlhf",
         doc="directory of the run, with one subdirectory per stage",
-    )
-    base_url: str | None = chz.field(
-        default=None, doc="URL of a server; none = train in this process"
     )
     renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
     seed: int = chz.field(default=0, doc="seed of initial weights, data and sampling")

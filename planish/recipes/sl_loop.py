@@ -48,7 +48,7 @@ from planish.runlog.spans import Spans
 from planish.supervised.rendering import check_conversation, plain_text_example
 from planish.training.option_rules import POSITIVE, at_least, check_fields, require, zero_for
 from planish.training.run_loop import start_run
-from planish.training.run_options import CheckpointOptions, StartOptions
+from planish.training.run_options import ENGINE_OPTIONS, CheckpointOptions, StartOptions
 from planish.types import ForwardBackwardOutput
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -63,7 +63,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 Metrics = dict[str, float]
 Example = Sequence[Mapping[str, Any]] | PlainText
 TRAINED_MESSAGES = TrainOnWhat.ALL_ASSISTANT_MESSAGES
-RESUMABLE_OPTIONS = ("base_url", "save_every", "ttl_seconds")
+RESUMABLE_OPTIONS = (*ENGINE_OPTIONS, "save_every", "ttl_seconds")
 """Options that may differ when a run is resumed. max_steps may not, since the learning rate depends
 on it.
 """
@@ -109,7 +109,9 @@ class Config(SplitNames, CheckpointOptions, StartOptions):
 def main(config: Config) -> Path:
     """Train, in this process or on a server, and return the run directory."""
     check_fields(config)
-    with ServiceClient(base_url=config.base_url) as service_client:
+    with ServiceClient(
+        base_url=config.base_url, replicas=config.replicas, ray=config.ray
+    ) as service_client:
         return train(config, service_client)
 
 

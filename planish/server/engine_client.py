@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from planish.engine.constraints.cache import CHECK_TIMEOUT_SECONDS, timeout_error
-from planish.engine.constraints.grammar import Grammar
-from planish.engine.engine import Engine
+from planish.engine.engine import HostedEngine
 from planish.errors import CheckpointError, EngineClosedError, UnknownModelError
+from planish.fleet.link import ReplicaLostError
 from planish.server.results import stopping
 from planish.service import (
     AdapterBytes,
@@ -44,7 +44,6 @@ WARMUP_SAMPLE = Sample(
 )
 """Checking this sample loads a base model and its tokenizer."""
 
-_MAX_CHECK_SECONDS = 5.0
 _NUM_SUBMIT_THREADS = 4
 _NUM_LOAD_THREADS = 8
 
@@ -52,7 +51,7 @@ _NUM_LOAD_THREADS = 8
 class EngineClient:
     """Calls the engine from the event loop. Slow calls run in threads."""
 
-    def __init__(self, engine: Engine, data_dir: Path, base_models: Sequence[str]) -> None:
+    def __init__(self, engine: HostedEngine, data_dir: Path, base_models: Sequence[str]) -> None:
         """Clients can use only `base_models`. Errors of this class name files relative to
         `data_dir`, because most errors reach clients, and clients must not learn where the server
         stores its data.
@@ -119,6 +118,11 @@ class EngineClient:
     async def perform(self, operation: Operation[R]) -> R:
         """Queue an operation, and wait for its result."""
         return await (await self.submit(operation))
+
+    @property
+    def checks_inline(self) -> bool:
+        """Whether the event loop may call `check_sample_inline`."""
+        return self._engine.checks_inline
 
     def check_sample_inline(self, base_model: str, operation: Sample) -> None:
         """Raise ValueError if the sample request is invalid for every sampler of the base model.
@@ -248,12 +252,13 @@ class EngineClient:
 
     def _note_error(self, error: BaseException) -> None:
         self._hide_directory(error)
-        if isinstance(error, EngineClosedError) and not self._is_closed:
+        is_fault = isinstance(error, EngineClosedError) and not isinstance(error, ReplicaLostError)
+        if is_fault and not self._is_closed:
             self.fail(str(error))
 
     async def _compiled_constraint(
         self, operation: Operation[Any], base_model: str | None = None
-    ) -> Grammar | None:
+    ) -> Any:
         """Return the compiled constraint of a sample request, and None for other operations. The
         constraint stays compiled while the caller keeps it.
         """
@@ -291,31 +296,6 @@ class EngineClient:
         error.args = tuple(map(hidden, error.args))
         if isinstance(error, OSError) and error.filename is not None:
             error.filename, error.filename2 = hidden(error.filename), hidden(error.filename2)
-
-
-class StallWatch:
-    """Detects an engine that hangs, which means that it has work but makes no progress."""
-
-    def __init__(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`timeout` is the longest time without progress that is normal, in seconds."""
-        self._timeout = timeout
-        self._clock = clock
-        self._last_check = clock()
-        self._last_progress: int | None = None
-        self._stalled_seconds = 0.0
-        """How long the engine has made no progress, in seconds."""
-
-    def is_stalled(self, progress: int | None) -> bool:
-        """Return whether the engine hangs. Call this every second with `Engine.progress()`."""
-        now = self._clock()
-        # If the whole process was stopped for a while, the engine had no chance to make progress.
-        # So at most `_MAX_CHECK_SECONDS` seconds count per check.
-        elapsed, self._last_check = min(now - self._last_check, _MAX_CHECK_SECONDS), now
-        if progress is None or progress != self._last_progress:
-            self._last_progress, self._stalled_seconds = progress, 0.0
-            return False
-        self._stalled_seconds += elapsed
-        return self._stalled_seconds >= self._timeout
 
 
 class DeviceClock:

@@ -146,15 +146,3 @@ class Metrics:
         "planish_disk_full",
         "1 while the server rejects new work because the disk is full, otherwise 0",
     )
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes; 0 on a system without /proc."""
-    try:
-        with open("/proc/self/status") as status:
-            for line in status:
-                if line.startswith("VmRSS:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        return 0
-    return 0

@@ -54,6 +54,12 @@ class ServeOptions:
     adapter_dir: Path | None = None
     console: bool = False
     """Whether /console has pages for browsers."""
+    replicas: int | None = None
+    """The number of engines, each on a device of its own. None: one engine in the server's process,
+    or with `ray` one for each GPU of the cluster.
+    """
+    ray: str | None = None
+    """The address of a Ray cluster. None: this machine."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -167,6 +173,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add = argument_adder(parser)
+    add(
+        "--replicas N",
+        "number of engines, each on a device of its own; needs planish[ray] "
+        "(docs/operators/scaling.md)",
+        type=int,
+    )
+    add(
+        "--ray ADDRESS",
+        "run the engines on a Ray cluster: auto for the one of this machine, or HOST:PORT",
+    )
     add("--device", "cpu, cuda, cuda:N, or auto", default="auto")
     add("--dtype", "bfloat16, float32, or auto", default="auto")
     add(
@@ -254,6 +270,8 @@ def options_of(arguments: argparse.Namespace) -> ServeOptions:
         truncate_max_tokens=arguments.truncate_max_tokens,
         adapter_dir=arguments.adapter_dir,
         console=arguments.console,
+        replicas=arguments.replicas,
+        ray=arguments.ray,
         model_aliases=parse_pairs("--model-alias", "NAME=PATH", arguments.model_aliases),
     )
 

@@ -67,6 +67,8 @@ class Request:
     """The number of sequences that a sample request generates. It is 0 for other requests, and for
     a request of an earlier process until its operation is read.
     """
+    num_losses: int = 0
+    """How often a replica was lost while it ran this request before all others of its model."""
     begun: float | None = None
     """When the request's turn came, in seconds since 1970; None until then."""
     answer_written: asyncio.Future[None] | None = None

@@ -90,7 +90,8 @@ class Sampling:
             or operation.prompt.max_length > _MAX_INLINE_TOKENS
             or operation.sampling_params.constraint is not None
         )
-        if has_stop_strings or is_long or base_model not in self._checked_models:
+        is_slow = has_stop_strings or is_long or not self._engine.checks_inline
+        if is_slow or base_model not in self._checked_models:
             await self._engine.check_sample(base_model, operation)
             self._checked_models.add(base_model)
         else:

@@ -263,6 +263,8 @@ class _CacheEntry:
     is_loaded: bool = False
     reserved_bytes: int = 0
     num_pins: int = 0
+    must_leave: bool = False
+    """Whether the adapter is unloaded as soon as it is not pinned."""
     last_used: float = 0.0
     transition: asyncio.Task[Any] | None = None
     """The task that loads or unloads the adapter; None if there is none."""
@@ -330,6 +332,8 @@ class AdapterCache:
         finally:
             entry.num_pins -= 1
             entry.last_used = time.monotonic()
+            if entry.must_leave and entry.is_idle:
+                self._start_transition(entry, self._evict(entry))
             self._notify(entry)
 
     def insert_loaded(self, adapter: CachedAdapter) -> None:
@@ -345,6 +349,18 @@ class AdapterCache:
         """Remove the entry of an adapter without unloading it. The caller unloads the adapter."""
         self._entries.pop(adapter.id, None)
         self._changed.set()
+
+    async def evict(self, adapter: CachedAdapter) -> None:
+        """Unload an adapter now, or when it is no longer in use. Its next use loads it again."""
+        entry = self._entries.get(adapter.id)
+        if entry is not None:
+            entry.must_leave = True
+            await self._unload(entry)
+
+    def must_leave(self, adapter: CachedAdapter) -> bool:
+        """Return whether `evict` waits until an adapter is no longer in use."""
+        entry = self._entries.get(adapter.id)
+        return entry is not None and entry.must_leave
 
     async def unload_idle(self, seconds: float) -> None:
         """Unload adapters that were idle for `seconds`. Then unload the least recently used
@@ -434,6 +450,6 @@ class AdapterCache:
             _log.exception("%s could not be unloaded", entry.adapter.id)
             entry.last_used = time.monotonic()
             return False
-        entry.is_loaded, entry.reserved_bytes = False, 0
+        entry.is_loaded, entry.reserved_bytes, entry.must_leave = False, 0, False
         self._counters.adapter_unloads += 1
         return True

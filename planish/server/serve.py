@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Thread, Timer
 from types import FrameType
@@ -33,7 +33,7 @@ from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 
-from planish.engine.engine import Engine
+from planish.engine.engine import Engine, HostedEngine
 from planish.engine.memory import (
     DeviceMemory,
     gib,
@@ -41,18 +41,22 @@ from planish.engine.memory import (
 )
 from planish.errors import UserError
 from planish.files import make_directory
+from planish.fleet.link import EngineOptions
+from planish.fleet.plan import FleetPlan, plan_fleet
+from planish.fleet.served import ServedFleet
 from planish.model.listing import list_models
 from planish.model.sources import DEFAULT_MODEL, resolve_model
-from planish.server.engine_client import WARMUP_SAMPLE, StallWatch
+from planish.processes.stall_watch import StallWatch
+from planish.server.engine_client import WARMUP_SAMPLE
 from planish.server.garbage import GarbageCollector, freeze_objects
-from planish.server.http import routes_sampling, routes_uploads
+from planish.server.http import routes_fleet, routes_sampling, routes_uploads
 from planish.server.http.access import AccessLog, RequestMetrics, set_up_logging
 from planish.server.http.app import create_app
 from planish.server.http.connections import ConnectionLimits, ConnectionTable, protocol_class
 from planish.server.http.context import HttpState
 from planish.server.http.graceful_stop import RESPONSE_SECONDS, STOP_SECONDS, drain
 from planish.server.http.keys import read_keys
-from planish.server.http.metrics_page import SubstitutedLosses, metrics_route
+from planish.server.http.metrics_page import ReplicaMetrics, SubstitutedLosses, metrics_route
 from planish.server.memory_plan import MemoryPlan, device_memory, memory_plan
 from planish.server.openai import routes
 from planish.server.openai.lora_adapters import LoraAdapters
@@ -118,6 +122,8 @@ class _CheckedOptions:
     keys: Mapping[str, str] | None
     memory: DeviceMemory
     plan: MemoryPlan
+    fleet: FleetPlan | None
+    """The replicas to start; None for one engine in this process."""
 
 
 def serve(
@@ -147,10 +153,7 @@ def serve(
             for name, path in checked.models.items():
                 for hub_name in hub_names(name):
                     cache_tokenizer(hub_name, path)
-        directories = {name: str(path) for name, path in checked.models.items()}
-        engine = Engine(
-            directories, checked.data_dir, options.engine, checked.memory, only_these_models=True
-        )
+        engine = _start_engine(checked)
         server = _UvicornServer(
             _application(engine, checked, import_adapter, console_routes),
             engine,
@@ -175,11 +178,31 @@ def _check_options(options: ServeOptions) -> _CheckedOptions:
         ) from error
     memory = device_memory(models, options.engine, options.settings)
     plan = memory_plan(models, memory, options.settings)
-    return _CheckedOptions(options, models, directory, keys, memory, plan)
+    fleet = None
+    if options.replicas is not None or options.ray is not None:
+        fleet = plan_fleet(options.engine.device, options.replicas, options.ray)
+    return _CheckedOptions(options, models, directory, keys, memory, plan, fleet)
+
+
+def _start_engine(checked: _CheckedOptions) -> HostedEngine:
+    """Start an engine in this process, or the replicas."""
+    options = checked.options
+    directories = {name: str(path) for name, path in checked.models.items()}
+    if checked.fleet is None:
+        return Engine(
+            directories, checked.data_dir, options.engine, checked.memory, only_these_models=True
+        )
+    settings = options.settings
+    engine_options = EngineOptions(
+        directories, str(checked.data_dir), asdict(options.engine), settings.adapter_memory_bytes
+    )
+    fleet = checked.fleet.start_served(engine_options, settings.engine_stall_timeout)
+    _log.info("%d replicas are started", len(fleet.replicas.replicas))
+    return fleet
 
 
 def _application(
-    engine: Engine,
+    engine: HostedEngine,
     checked: _CheckedOptions,
     import_adapter: ImportAdapter | None,
     console_routes: ConsoleRoutes | None,
@@ -204,7 +227,10 @@ def _application(
             has_adapter_routes=import_adapter is not None and options.adapter_dir is not None,
         ),
         metrics_route(registry),
+        *routes_fleet.FleetRoutes(server, engine).routes(),
     ]
+    if isinstance(engine, ServedFleet):
+        registry.register(ReplicaMetrics(engine.status))
     if import_adapter is not None:
         uploads = Uploads(server, models, import_adapter)
         other_routes += routes_uploads.routes(uploads)
@@ -226,7 +252,7 @@ class _UvicornServer(uvicorn.Server):
     def __init__(
         self,
         app: Starlette,
-        engine: Engine,
+        engine: HostedEngine,
         checked: _CheckedOptions,
         connections: ConnectionTable,
     ) -> None:
@@ -418,6 +444,8 @@ def _url(listener: socket.socket) -> str:
 def _log_plan(checked: _CheckedOptions) -> None:
     for name, path in checked.models.items():
         _log.info("base model %s from %s", name, path)
+    if checked.fleet is not None:
+        _log.info("%d replicas, each with", checked.fleet.num_replicas)
     for line in str(checked.plan).splitlines():
         _log.info("%s", line)
     limit = main_memory_bytes()

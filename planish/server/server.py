@@ -41,8 +41,9 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
-from planish.engine.engine import Engine
+from planish.engine.engine import HostedEngine
 from planish.errors import EngineClosedError
+from planish.processes.memory import resident_bytes
 from planish.server.durable import base_weights
 from planish.server.durable.checkpoints import CheckpointCatalog
 from planish.server.durable.crash_guard import CrashGuard
@@ -55,7 +56,7 @@ from planish.server.durable.store import Store
 from planish.server.engine_client import DeviceClock, EngineClient
 from planish.server.intake import Intake
 from planish.server.maintenance import Cleanup, Recovery
-from planish.server.metrics import Counters, Metrics, resident_bytes
+from planish.server.metrics import Counters, Metrics
 from planish.server.models.adapter import ModelAdapter
 from planish.server.models.catalog import Models
 from planish.server.models.intake import ModelIntake, OperationCheck
@@ -87,7 +88,7 @@ class Server:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: HostedEngine,
         data_dir: Path,
         base_models: Sequence[str],
         settings: ServerSettings | None = None,

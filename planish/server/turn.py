@@ -53,10 +53,11 @@ class Turns:
         """Note that the caller has unloaded an adapter."""
         self._cache.discard(adapter)
 
-    @property
-    def is_memory_wanted(self) -> bool:
-        """Whether another adapter waits for memory."""
-        return self._cache.is_waiting
+    def must_leave(self, adapter: CachedAdapter, is_time_up: bool) -> bool:
+        """Return whether an adapter must leave memory: another one waits for memory and the time of
+        this one is up, or its eviction was requested.
+        """
+        return self._cache.must_leave(adapter) or (is_time_up and self._cache.is_waiting)
 
     async def take(self, request: Request, num_slots: int, num_tokens_ahead: int = 0) -> SlotLease:
         """Wait until a request of a loaded adapter may run, and return its slots. A request without
@@ -82,6 +83,10 @@ class Turns:
     def end(self, request: Request) -> None:
         """Note that a request was answered."""
         self._crash_guard.leave(request.id)
+
+    def pause(self, request: Request) -> None:
+        """Note that a request is not running at the moment, but will run again."""
+        self._crash_guard.pause(request.id)
 
     @asynccontextmanager
     async def turn(

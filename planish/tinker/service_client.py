@@ -64,8 +64,9 @@ class ServiceClient(PlanishServiceClient):
         metadata = user_metadata
         if display_name is not None and not isinstance(user_metadata, str):
             metadata = {**(user_metadata or {}), "display_name": display_name}
-        all_options = {**run_options(), **options}
-        unknown = sorted(all_options.keys() - _ENGINE_OPTIONS - {"base_url", "api_key"})
+        given = {name: value for name, value in options.items() if value is not None}
+        all_options = {**run_options(), **given}
+        unknown = sorted({*options, *all_options} - _ENGINE_OPTIONS - {"base_url", "api_key"})
         if unknown:
             raise TypeError(f"ServiceClient got an unexpected keyword argument {unknown[0]!r}")
         base_url = base_url or all_options.pop("base_url", None)
@@ -82,8 +83,10 @@ def _shared_engine(options: Mapping[str, Any]) -> Service:
     key = repr(sorted((name, repr(value)) for name, value in options.items()))
     with _lock:
         if key not in _shared_engines:
-            settings = {k: v for k, v in options.items() if k not in ("models", "data_dir")}
+            names = inspect.signature(start_engine).parameters
+            arguments = {k: v for k, v in options.items() if k in names}
+            settings = {k: v for k, v in options.items() if k not in names}
             _shared_engines[key] = start_engine(
-                options.get("models"), options.get("data_dir"), settings
+                **{"models": None, "data_dir": None, **arguments}, settings=settings
             )
         return _shared_engines[key]

@@ -265,7 +265,8 @@ def open_client(
     options: Any, service_client: ServiceClient | None, other_models: Sequence[str | None] = ()
 ) -> Generator[ServiceClient]:
     """Provide `service_client` within the block. If it is None, open a client for the block: in
-    this process, on the options' `replicas`, or at their `base_url`. `other_models` are additional base models to load.
+    this process, on the options' `replicas`, or at their `base_url`. `other_models` are additional
+    base models to load.
     """
     if service_client is not None:
         yield service_client
@@ -278,8 +279,8 @@ def open_client(
         base_url=options.base_url,
         models=models,
         deterministic=deterministic,
-        replicas=getattr(options, "replicas", None),
-        ray=getattr(options, "ray", None),
+        replicas=options.replicas,
+        ray=options.ray,
     ) as own_client:
         yield own_client
 

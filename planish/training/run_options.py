@@ -39,10 +39,9 @@ None: the run is trained.
 
 
 @chz.chz
-class ModelOptions:
-    """The model that a run starts from."""
+class EngineOptions:
+    """Where the engine of a run is: in this process, in several processes, or on a server."""
 
-    model_name: str = chz.field(doc="base model: a name or a local directory")
     base_url: str | None = chz.field(
         default=None, doc="URL of a server; none = train in this process"
     )
@@ -54,6 +53,13 @@ class ModelOptions:
     ray: str | None = chz.field(
         default=None, doc="address of a Ray cluster: auto or HOST:PORT; none = this machine"
     )
+
+
+@chz.chz
+class ModelOptions(EngineOptions):
+    """The model that a run starts from."""
+
+    model_name: str = chz.field(doc="base model: a name or a local directory")
     load_checkpoint_path: str | None = chz.field(
         default=None,
         doc="weights to start from: a checkpoint or a run directory; none = a new adapter",
@@ -254,11 +260,10 @@ RESUMABLE_CHECKPOINT_OPTIONS = (
     "eval_every",
     "eval_on_start",
 )
+ENGINE_OPTIONS = ("base_url", "replicas", "ray")
 RESUMABLE_OPTIONS = (
     *RESUMABLE_CHECKPOINT_OPTIONS,
-    "base_url",
-    "replicas",
-    "ray",
+    *ENGINE_OPTIONS,
     "rolling_save_every",
     "rolling_ttl_seconds",
     "loggers",

@@ -13,7 +13,7 @@ from typing import Any
 from http_thread import serving_app
 from starlette.responses import Response
 
-from planish.engine.engine import Engine
+from planish.engine.engine import Engine, HostedEngine
 from planish.engine.settings import EngineSettings
 from planish.server.http import routes_sampling
 from planish.server.http.app import create_app
@@ -93,10 +93,16 @@ class ServerThread:
 
 @contextmanager
 def serving(
-    data: Path, models: Mapping[str, Path], keys: Mapping[str, str] | None = None, port: int = 0
+    data: Path,
+    models: Mapping[str, Path],
+    keys: Mapping[str, str] | None = None,
+    port: int = 0,
+    engine: HostedEngine | None = None,
 ) -> Iterator[ServerThread]:
-    """Run a server during the block, and shut it down in order."""
-    engine = Engine(
+    """Run a server during the block, and shut it down in order. By default, the engine is one in
+    this process.
+    """
+    engine = engine or Engine(
         {name: str(path) for name, path in models.items()}, data, EngineSettings(dtype="float32")
     )
     server = Server(engine, data, list(models))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from planish.fleet.fleet import Fleet
 from planish.fleet.link import EngineOptions
 from planish.fleet.ray_link import RayLink, Resources, import_ray
 from planish.fleet.replica import Replica
+from planish.fleet.served import ServedFleet
 from planish.fleet.start import checked_options
 
 WAIT = 240.0
@@ -38,6 +40,23 @@ def ray_fleet(model_dir: Path, data_dir: Path, num_replicas: int, **arguments: A
     )
 
 
+def served_fleet(model_dir: Path, data_dir: Path, num_replicas: int) -> ServedFleet:
+    """Return a fleet for a server, on the cluster of this process."""
+    engine_options = replace(options(model_dir, data_dir), adapter_bytes=1 << 30)
+    return ServedFleet(
+        lambda: RayLink(engine_options, Resources(num_gpus=0, num_cpus=1)),
+        num_replicas,
+        engine_options,
+        put=import_ray().put,
+    )
+
+
+def home_of(fleet: Fleet) -> Replica:
+    """Return the replica that has a training model. There is one."""
+    (home,) = (r for r in fleet.replicas.replicas if r.num_models and not r.is_lost)
+    return home
+
+
 def pid_of(replica: Replica) -> int:
     """Return the id of the process of a replica on Ray."""
     assert isinstance(replica.link, RayLink)
@@ -53,12 +72,13 @@ def run_grpo(
     first_step: int = 0,
     save_every: int = 0,
     on_save: Callable[[int, str], object] = lambda step, path: None,
+    model: str = "tiny",
 ) -> list[Any]:
     """Run GRPO steps. Return what they computed: tokens, logprobs, losses and gradient norms, and
     last a hash of the adapter.
     """
     training_client = (
-        client.create_lora_training_client("tiny", rank=4, seed=1)
+        client.create_lora_training_client(model, rank=4, seed=1)
         if state is None
         else client.create_training_client_from_state_with_optimizer(state)
     )
@@ -89,6 +109,12 @@ def run_grpo(
             on_save(step + 1, path)
     rows.append(adapter_hash(client, training_client))
     return rows
+
+
+def training_data(number: int) -> list[Datum]:
+    """Return datums without common prefixes, which make several micro-batches."""
+    rows = [[(start * 7 + number * 3 + i * 5) % 256 for i in range(10)] for start in range(16)]
+    return [Datum(ModelInput.from_ints(row[:-1]), {"target_tokens": row[1:]}) for row in rows]
 
 
 def adapter_hash(client: ServiceClient, training_client: Any) -> str:

@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from planish import UserError
+from planish.fleet.link import EngineStatus
 from planish.fleet.replica import Watch, check_same
 from planish.fleet.routing import PrefixTable
 from planish.fleet.samplers import prefix_keys
@@ -84,11 +85,12 @@ class SilentLink:
 class SilentReplica:
     def __init__(self) -> None:
         self.link = SilentLink()
+        self.status, self.num_signs = EngineStatus(), 0
 
 
 def test_a_replica_is_given_up_when_it_is_silent_for_too_long():
     now = [0.0]
-    watch = Watch(limit_seconds=10.0, clock=lambda: now[0])
+    watch = Watch(silent_seconds=10.0, stall_seconds=900.0, clock=lambda: now[0])
     replica = SilentReplica()
     assert watch.tick([replica]) == []  # pyright: ignore[reportArgumentType]
     for _ in range(3):
@@ -99,9 +101,25 @@ def test_a_replica_is_given_up_when_it_is_silent_for_too_long():
     replica.link.answer.set()
 
 
+def test_a_replica_is_given_up_when_its_engine_hangs():
+    now = [0.0]
+    watch = Watch(silent_seconds=10.0, stall_seconds=60.0, clock=lambda: now[0])
+    replica = SilentReplica()
+    for sign in range(1, 61):
+        # The process answers, and the engine has work and makes no progress.
+        replica.status, replica.num_signs = EngineStatus(progress=7), sign
+        assert watch.tick([replica]) == []  # pyright: ignore[reportArgumentType]
+        now[0] += 1.0
+    replica.num_signs += 1
+    assert watch.tick([replica]) == [replica]  # pyright: ignore[reportArgumentType]
+    replica.status, replica.num_signs = EngineStatus(progress=8), 62
+    assert watch.tick([replica]) == []  # pyright: ignore[reportArgumentType]
+    replica.link.answer.set()
+
+
 def test_a_pause_of_this_process_is_no_silence_of_a_replica():
     now = [0.0]
-    watch = Watch(limit_seconds=10.0, clock=lambda: now[0])
+    watch = Watch(silent_seconds=10.0, stall_seconds=900.0, clock=lambda: now[0])
     replica = SilentReplica()
     watch.tick([replica])  # pyright: ignore[reportArgumentType]
     now[0] += 3600.0

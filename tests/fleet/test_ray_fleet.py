@@ -1,21 +1,29 @@
 """Fleets of one, two and three replicas on a real Ray cluster of this machine."""
 
+import io
 import os
 import signal
 import socket
 from collections.abc import Iterator
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
 import pytest
 
 pytest.importorskip("ray", reason="needs planish[ray]; run by make test-extras")
 
 from client_tests import *  # noqa: F403
-from fleet_runs import SETTINGS, WAIT, pid_of, ray_fleet, run_grpo
+from fleet_runs import SETTINGS, WAIT, pid_of, ray_fleet, run_grpo, training_data
+from short_datum import STEP, datum
 
 from planish import EngineClosedError, ModelInput, SamplingParams, ServiceClient, UserError
+from planish.engine.replication import ExportWeights
 from planish.fleet.fleet import Fleet
 from planish.fleet.ray_link import leave_cluster, start_cluster
+from planish.fleet.remote_engine import RemoteEngine
+from planish.service import PublishSampler, Sample, UnloadModel
+from planish.testing_vision import tiny_vision_model
+from planish.types import EncodedTextChunk, ImageChunk
 
 pytestmark = [
     pytest.mark.slow,
@@ -131,6 +139,94 @@ def test_samples_of_a_lost_replica_are_sampled_again_with_the_same_tokens(model_
                 assert (sequence.tokens, sequence.logprobs) == (other.tokens, other.logprobs)
     finally:
         fleet.close(finish=False)
+
+
+def train(client: ServiceClient) -> tuple[Any, list[Any]]:
+    """Submit steps of several micro-batches each. Return the client and the futures."""
+    training_client = client.create_lora_training_client("tiny", rank=4, seed=1)
+    futures: list[Any] = []
+    for step in range(4):
+        futures.append(training_client.forward_backward(training_data(step), "cross_entropy"))
+        futures.append(training_client.optim_step(STEP))
+    return training_client, futures
+
+
+def test_steps_that_are_queued_when_a_model_is_unloaded_finish(two_replicas):
+    client = ServiceClient(service=two_replicas)
+    expected = [future.result(WAIT).metrics for future in train(client)[1]]
+    training_client, futures = train(client)
+    unloaded = two_replicas.submit(UnloadModel(training_client.model_id))
+    assert [future.result(WAIT).metrics for future in futures] == expected
+    unloaded.result(WAIT)
+    with pytest.raises(UserError, match="there is no such model, or it was unloaded"):
+        training_client.forward_backward([datum()], "cross_entropy")
+
+
+def test_a_step_exports_its_weights_once_and_reads_its_data_once_at_home(two_replicas, monkeypatch):
+    submitted, called = [], []
+    submit, call = RemoteEngine.submit, RemoteEngine.call
+
+    def recorded_submit(engine: RemoteEngine, operation: Any) -> Any:
+        submitted.append(type(operation))
+        return submit(engine, operation)
+
+    def recorded_call(engine: RemoteEngine, name: str, *args: Any) -> Any:
+        called.append(name)
+        return call(engine, name, *args)
+
+    training_client = ServiceClient(service=two_replicas).create_lora_training_client("tiny", 4)
+    monkeypatch.setattr(RemoteEngine, "submit", recorded_submit)
+    monkeypatch.setattr(RemoteEngine, "call", recorded_call)
+    for step in range(2):
+        training_client.save_weights_and_get_sampling_client()
+        backward = training_client.forward_backward(training_data(step), "cross_entropy")
+        training_client.optim_step(STEP).result(WAIT)
+        assert backward.result(WAIT).metrics["micro_batches:sum"] > 1
+    assert submitted.count(ExportWeights) == 2
+    assert called.count("micro_batch_rows") == 2
+
+
+def test_a_sample_that_waits_for_its_weights_is_checked_although_a_replica_is_lost(
+    model_dir, tmp_path
+):
+    fleet = ray_fleet(model_dir, tmp_path, 2)
+    client = ServiceClient(service=fleet)
+    try:
+        models = [client.create_lora_training_client("tiny", rank=4, seed=n) for n in (1, 2)]
+        first, home = fleet.replicas.replicas
+        assert home.num_models == 1
+        os.kill(pid_of(home), signal.SIGSTOP)  # so that its weights cannot be exported yet
+        fleet.submit(PublishSampler(models[1].model_id, "waiting"))
+        os.kill(pid_of(first), signal.SIGKILL)
+        with ThreadPoolExecutor() as threads:
+            sample = Sample("waiting", ModelInput.from_ints([1, 2, 3]), 1, PARAMS)
+            submitted = threads.submit(fleet.submit, sample)
+            while not first.is_lost:
+                assert not wait([submitted], 0.05).done or submitted.exception() is None
+            os.kill(pid_of(home), signal.SIGCONT)
+            assert len(submitted.result(WAIT).result(WAIT).sequences[0].tokens) == 200
+    finally:
+        fleet.close(finish=False)
+
+
+def test_image_prompts_are_sampled(two_replicas, tmp_path):
+    pytest.importorskip("PIL")
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (64, 48), "red").save(file, "PNG")
+    chunks = [EncodedTextChunk([1, 2]), ImageChunk(file.getvalue(), "png"), EncodedTextChunk([3])]
+    name = str(tiny_vision_model(tmp_path / "vision"))
+    params = SamplingParams(max_tokens=8, seed=1, stop=[])
+    with ServiceClient(data_dir=tmp_path / "own", **SETTINGS) as own:
+        found = [
+            client.create_sampling_client(base_model=name)
+            .sample(ModelInput(chunks), 2, params)
+            .result(WAIT)
+            .sequences
+            for client in (own, ServiceClient(service=two_replicas))
+        ]
+    assert [s.tokens for s in found[0]] == [s.tokens for s in found[1]]
 
 
 def test_bad_input_is_an_error_before_a_replica_starts(model_dir, tmp_path):

@@ -39,7 +39,7 @@ from fuzz_connection import Answer, Connection, NoResponse, RawRequest
 from oversized_bodies import MAX_BODY_BYTES, body_fields, oversized_body
 from server_process import BASE_MODEL, ServerProcess, running_server
 
-from planish.server.openai.lora_adapters import OPERATOR_KEY_NAME
+from planish.server.http.keys import OPERATOR_KEY_NAME
 from planish.testing import tiny_model
 
 _OPTIONS = (

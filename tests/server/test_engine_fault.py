@@ -18,7 +18,8 @@ from server_process import BASE_MODEL, running_server, start_server
 from planish.engine.engine import Engine
 from planish.engine.engine_thread import EngineThread
 from planish.errors import EngineClosedError
-from planish.server.engine_client import EngineClient, StallWatch
+from planish.processes.stall_watch import StallWatch
+from planish.server.engine_client import EngineClient
 from planish.server.serve import ENGINE_FAULT_STATUS, notify
 from planish.service import CreateModel, ForwardBackward, UnloadModel
 from planish.tensors import TensorData

@@ -42,6 +42,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planish.errors import EngineClosedError, StorageError
+from planish.fleet.link import ReplicaLostError
 from planish.server.durable import journal
 from planish.server.durable.records import ModelRow, update_row
 from planish.server.durable.store import Store, Transaction
@@ -205,6 +206,9 @@ class CrashGuard:
         await self.enter(key)
         try:
             yield
+        except ReplicaLostError:  # the caller runs it again
+            self.pause(key)
+            raise
         except EngineClosedError:
             raise
         except BaseException:

@@ -135,6 +135,10 @@ class RequestLog:
             self.operation_bytes -= request.row.body_bytes
             request.operation = None
 
+    async def rows_after(self, model_id: str, seq: int) -> list[RequestRow]:
+        """Return the rows of a model's requests with numbers above `seq`, in order."""
+        return await self._store.read(journal.requests_of_model, model_id, seq)
+
     async def set_state(self, request: Request, state: str) -> None:
         """Set the state of a request. The state is on disk when this returns."""
         await self._store.write_with_retries(update_row, RequestRow, request.id, state=state)

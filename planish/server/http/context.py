@@ -27,7 +27,7 @@ from planish.errors import PlanishError, UnsupportedError, UserError
 from planish.server.http.access import TENANT_SCOPE_KEY
 from planish.server.http.budgets import MAX_SMALL_BODY, BodyBudget, DownloadSlots
 from planish.server.http.connections import CONNECTION_SCOPE_KEY, Connection
-from planish.server.http.keys import METRICS_KEY_NAME, ApiKeys
+from planish.server.http.keys import METRICS_KEY_NAME, OPERATOR_KEY_NAME, ApiKeys
 from planish.server.http.origins import check_is_not_web_page, is_loopback
 from planish.server.results import (
     Page,
@@ -168,6 +168,17 @@ class RequestContext:
     def idempotency_key(self) -> str | None:
         """The key that the client sends again when it repeats a request; None without one."""
         return self.request.headers.get("x-idempotency-key")
+
+    def check_operator(self, what: str) -> None:
+        """Raise Unauthorized unless the server's operator has sent the request. `what` is done by
+        operators only.
+        """
+        has_keys = self.state.settings.tenants_by_key is not None
+        if has_keys and self.tenant.name != OPERATOR_KEY_NAME:
+            raise Unauthorized(
+                f"{what} by the server's operator: this needs a key with the name "
+                f"{OPERATOR_KEY_NAME} in the key file"
+            )
 
     @property
     def is_local(self) -> bool:

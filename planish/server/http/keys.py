@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 METRICS_KEY_NAME = "metrics"
 """The name of the key that may read only the page /metrics."""
+OPERATOR_KEY_NAME = "operator"
+"""The name of the key that may change what the server runs: its adapters and its replicas."""
 ANONYMOUS_TENANT = Tenant("everybody")
 """The only tenant of a server without keys."""
 

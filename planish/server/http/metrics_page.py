@@ -11,8 +11,9 @@ X-API-Key. Other keys are rejected, because the page names all tenants.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
@@ -103,3 +104,73 @@ class SubstitutedLosses(Collector):
         for labels, count in dict(self.counts).items():
             family.add_metric(labels, count)
         yield family
+
+
+@dataclass(frozen=True)
+class _ReplicaMetric:
+    """A metric of each replica."""
+
+    name: str
+    help: str
+    value: Callable[[Mapping[str, Any]], float]
+    """Returns the value from the row of `ServedFleet.status`."""
+    family: type[CounterMetricFamily | GaugeMetricFamily] = GaugeMetricFamily
+
+
+_REPLICA_METRICS = (
+    _ReplicaMetric(
+        "planish_replica_up",
+        "1 while the replica runs, otherwise 0",
+        lambda row: row["state"] in ("running", "draining"),
+    ),
+    _ReplicaMetric(
+        "planish_replica_models",
+        "Number of training models whose home the replica is",
+        lambda row: row["models"],
+    ),
+    _ReplicaMetric(
+        "planish_replica_unfinished_tokens",
+        "Number of prompt and sampled tokens that the replica has yet to compute, at most",
+        lambda row: row["unfinished_tokens"],
+    ),
+    _ReplicaMetric(
+        "planish_replica_resident_bytes",
+        "Resident bytes of the replica's process",
+        lambda row: row["resident_bytes"],
+    ),
+    _ReplicaMetric(
+        "planish_replica_samples",
+        "Number of sample requests that the replica has answered",
+        lambda row: row["samples"],
+        CounterMetricFamily,
+    ),
+    _ReplicaMetric(
+        "planish_replica_micro_batches",
+        "Number of micro-batches that the replica has computed for models of other replicas",
+        lambda row: row["micro_batches"],
+        CounterMetricFamily,
+    ),
+    _ReplicaMetric(
+        "planish_replica_losses",
+        "Number of times that the replica was lost",
+        lambda row: row["losses"],
+        CounterMetricFamily,
+    ),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaMetrics(Collector):
+    """A collector of the metrics of each replica."""
+
+    status: Callable[[], Sequence[Mapping[str, Any]]]
+    """`ServedFleet.status`."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield each metric with the label `replica`."""
+        rows = self.status()
+        for metric in _REPLICA_METRICS:
+            family = metric.family(metric.name, metric.help, labels=["replica"])
+            for row in rows:
+                family.add_metric([str(row["replica"])], float(metric.value(row)))
+            yield family

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from planish.errors import EngineClosedError, UserError
+from planish.fleet.link import ReplicaLostError
 from planish.server.durable.checkpoints import is_superseded, private_copy_path, sampler_name
 from planish.server.durable.crash_points import crash_point
 from planish.server.durable.journal import RequestRow
@@ -21,14 +22,22 @@ from planish.server.durable.records import ModelRow
 from planish.server.engine_client import EngineClient
 from planish.server.models.replay import AdapterState, Replay, ReplayCost
 from planish.server.models.request_queue import InFlight, QueueItem, RequestQueue
-from planish.server.results import Failed
+from planish.server.results import Abandoned, Failed
 from planish.server.samplers import Sampler, Samplers
-from planish.service import PublishSampler, SaveWeightsForSampler, UnloadModel
+from planish.service import (
+    PublishSampler,
+    ReleaseSampler,
+    SaveWeightsForSampler,
+    UnloadModel,
+)
 from planish.types import SaveWeightsForSamplerResponse, SaveWeightsResponse
 
 R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
+
+_MAX_LOSSES = 5
+"""The restoration of a model is given up after so many replicas were lost meanwhile."""
 
 
 class ModelAdapter:
@@ -106,14 +115,23 @@ class ModelAdapter:
             await self.in_flight.wait_for_change()
         # The replay reads the answered requests from the database, so all answers must be there.
         await asyncio.gather(*self.in_flight.unwritten_answers.values())
-        self.state = self.state.unloaded()
-        try:
-            await self._replay.restore(
-                self.row, self.queue.next_seq, self.state, self._publish_again
-            )
-        except BaseException:
-            await self.remove_from_engine()
-            raise
+        for _ in range(_MAX_LOSSES):
+            self.state = self.state.unloaded()
+            try:
+                await self._replay.restore(
+                    self.row, self.queue.next_seq, self.state, self._publish_again
+                )
+                return
+            except ReplicaLostError as error:
+                _log.warning("%s is restored once more: %s", self.id, error)
+                await self.remove_from_engine()
+            except BaseException:
+                await self.remove_from_engine()
+                raise
+        raise Abandoned(
+            f"model_id={self.id!r} cannot be loaded: {_MAX_LOSSES} replicas were lost while they "
+            "loaded it. Create a new client from your last checkpoint"
+        )
 
     async def repeat(self, row: RequestRow) -> None:
         """Repeat the effect of an answered request."""
@@ -155,6 +173,12 @@ class ModelAdapter:
                 f"sampling_session_id={operation.sampler_id!r} was closed before it was created; "
                 "create another one"
             )
+        if self._samplers.is_loaded(sampler):
+            # The request runs again, and has published the sampler before.
+            await self._save_published(seq, operation)
+            published: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            published.set_result(sampler.id)
+            return published, sampler
         return await self._publish(seq, operation), sampler
 
     async def note_published(self, sampler: Sampler) -> None:
@@ -167,7 +191,13 @@ class ModelAdapter:
 
     async def _publish(self, seq: int, operation: PublishSampler) -> asyncio.Future[str]:
         publication = await self._engine.submit(operation)
-        await self._save_published(seq, operation)
+        try:
+            await self._save_published(seq, operation)
+        except ReplicaLostError:
+            with suppress(UserError, EngineClosedError):
+                await publication
+                await self._engine.perform(ReleaseSampler(operation.sampler_id))
+            raise
         return publication
 
     async def _save_published(self, seq: int, operation: PublishSampler) -> None:

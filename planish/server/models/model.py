@@ -16,12 +16,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planish.errors import EngineClosedError, UserError
+from planish.fleet.link import ReplicaLostError
 from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow
 from planish.server.durable.request_log import RequestLog
 from planish.server.durable.retries import retry_until_memory_suffices
 from planish.server.models import steps
 from planish.server.models.adapter import ModelAdapter
+from planish.server.models.lost_requests import LostRequests
 from planish.server.models.request_queue import InFlight, QueueItem
 from planish.server.models.step_metrics import StepMetrics
 from planish.server.models.steps import Steps, SubmittedRequest
@@ -77,6 +79,7 @@ class ModelActor:
         self._step_metrics = StepMetrics(adapter.id)
         self._request_log, self._forget = request_log, forget
         self._turns, self._steps, self._settlement = turns, steps, settlement
+        self._lost = LostRequests(adapter, turns, request_log)
 
     @property
     def row(self) -> ModelRow:
@@ -142,8 +145,10 @@ class ModelActor:
         loaded_since = time.monotonic()
         adapter, in_flight = self.adapter, self.in_flight
         while not self._turns.stopping.is_set() and adapter.row.closed is None:
+            if self._lost:
+                await self._lost.restore()
             is_time_up = time.monotonic() - loaded_since > _MAX_PINNED_SECONDS
-            must_leave = is_time_up and self._turns.is_memory_wanted
+            must_leave = self._turns.must_leave(adapter, is_time_up)
             item = None if must_leave else self.queue.take()
             if item is not None:
                 await in_flight.wait_below(_MAX_IN_FLIGHT)
@@ -155,9 +160,9 @@ class ModelActor:
             else:
                 await in_flight.wait_for_change()
         await in_flight.wait_until_idle()
-        if adapter.state.has_lost_work and not self._request_log.is_failing:
-            await adapter.remove_from_engine()
-            await self._request_log.disk_faults.retry_until_fixed(adapter.restore, self.id)
+        has_lost_work = adapter.state.has_lost_work and not self._request_log.is_failing
+        if self._lost or has_lost_work:
+            await self._lost.restore()
 
     async def _run_item(self, item: QueueItem) -> None:
         """Run one item of the queue. If a request raises an error, answer it with this error, then
@@ -178,6 +183,8 @@ class ModelActor:
                     self._settle(item, done_from_result(UnloadModel(self.id), None))
                 case Request():
                     await self._submit_or_fail(item)
+        except ReplicaLostError:
+            self._lost.note(item)
         except Exception as error:
             if isinstance(item, Request) and not isinstance(error, EngineClosedError):
                 self._settle(item, failed_from_error(error), state="refused")
@@ -200,6 +207,7 @@ class ModelActor:
         """Give a request to the engine when it has its turn. Some operations, such as create and
         load, have completed when this returns.
         """
+        self._lost.check(request)
         operation = request.operation or await self._request_log.operation(request)
         if isinstance(operation, ForwardBackward | OptimStep):
             await self._submit_training(request, operation)
@@ -276,6 +284,9 @@ class ModelActor:
                 transaction_hook = await retry_until_memory_suffices(
                     submitted.make_transaction_hook, request.id
                 )
+        except ReplicaLostError:
+            self._lost.note(request)
+            return
         except EngineClosedError:
             # A snapshot must not include this unanswered request.
             self.adapter.state.has_lost_work = True
@@ -287,6 +298,9 @@ class ModelActor:
         seconds = self._steps.clock.charge(submitted.submitted_at)
         self.adapter.state.add_cost(submitted.operation, seconds, request.row.body_bytes)
         await self.in_flight.wait_for_earlier(request.seq)
+        if self._lost.precede(request.seq):
+            self._lost.note(request)
+            return
         if isinstance(answer, Done) and transaction_hook is None:
             transaction_hook = self._step_metrics.note(submitted.operation, result, seconds)
         self._settle(request, answer, transaction_hook)

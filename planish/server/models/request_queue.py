@@ -7,6 +7,7 @@ the later requests until the model stops waiting for it. From then on the number
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -66,6 +67,11 @@ class RequestQueue(Generic[T]):
         item = self._items.pop(self.next_seq)
         self.next_seq += 1
         return item
+
+    def put_back(self, items: Mapping[int, T]) -> None:
+        """Return items to the queue, by number: all that were taken since the first of them."""
+        self._items.update(items)
+        self.next_seq = min(items)
 
     def peek(self) -> T | None:
         """Return the item that `take` would return."""

@@ -38,12 +38,10 @@ from planish.server.openai.adapter_requests import (
 )
 from planish.server.openai.model_names import adapter_paths
 from planish.server.openai.requests import R, read_request
-from planish.server.results import NotFound, TooManyRequests, Unauthorized
+from planish.server.results import NotFound, TooManyRequests
 from planish.server.server import Server
 from planish.server.uploads import ImportOptions, Uploads
 
-OPERATOR_KEY_NAME = "operator"
-"""The name of the key with which adapters are loaded and unloaded."""
 MAX_REQUESTS = 4
 """The maximum number of unanswered requests to load or unload an adapter. One is handled at a
 time.
@@ -117,7 +115,7 @@ class LoraAdapters:
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _read(self, context: RequestContext, request_type: type[R]) -> R:
-        _check_operator(context)
+        context.check_operator("adapters are loaded")
         async with context.read_body(
             MAX_SMALL_BODY, lambda fields: read_request(request_type, fields)
         ) as options:
@@ -169,13 +167,3 @@ class LoraAdapters:
                 f"base_model_name, one of {', '.join(self.server.engine.base_models)}",
             )
         return name
-
-
-def _check_operator(context: RequestContext) -> None:
-    """Raise Unauthorized unless the server's operator has sent the request."""
-    has_keys = context.state.settings.tenants_by_key is not None
-    if has_keys and context.tenant.name != OPERATOR_KEY_NAME:
-        raise Unauthorized(
-            "adapters are loaded by the server's operator: this needs a key with the name "
-            f"{OPERATOR_KEY_NAME} in the key file"
-        )

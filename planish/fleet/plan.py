@@ -1,0 +1,109 @@
+"""How many replicas a fleet has, and what each of them occupies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from planish.engine.settings import choose_device
+from planish.errors import UserError
+from planish.fleet.fleet import Fleet
+from planish.fleet.link import EngineOptions
+from planish.fleet.ray_link import (
+    RayLink,
+    Resources,
+    cluster_devices,
+    import_ray,
+    join_cluster,
+    leave_cluster,
+    num_machines,
+    start_cluster,
+)
+from planish.fleet.served import ServedFleet
+from planish.model.kernels.device import Device
+from planish.processes.threads import usable_cpus
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """A checked number of replicas, on devices that are there."""
+
+    num_replicas: int
+    resources: Resources
+    num_cpus: int
+    num_gpus: int
+    is_own_cluster: bool
+    """Whether the cluster ends with the fleet."""
+    has_cluster: bool
+    """Whether this process is connected to a cluster already."""
+
+    def start(self, options: EngineOptions) -> Fleet:
+        """Start the replicas."""
+        return Fleet(self._link_starter(options), self.num_replicas, **self._arguments())
+
+    def start_served(self, options: EngineOptions, stall_seconds: float) -> ServedFleet:
+        """Start the replicas of a server. See `Fleet` for `stall_seconds`."""
+        return ServedFleet(
+            self._link_starter(options),
+            self.num_replicas,
+            options,
+            stall_seconds=stall_seconds,
+            **self._arguments(),
+        )
+
+    def _link_starter(self, options: EngineOptions) -> Callable[[], RayLink]:
+        return lambda: RayLink(options, self.resources)
+
+    def _arguments(self) -> dict[str, Any]:
+        """Start a cluster, unless there is one, and return the arguments of `Fleet` for it."""
+        owns_cluster = self.is_own_cluster
+        if not self.has_cluster:
+            owns_cluster = start_cluster(self.num_cpus, self.num_gpus)
+        return {
+            "put": import_ray().put,
+            "on_close": leave_cluster if owns_cluster else lambda: None,
+        }
+
+
+def plan_fleet(device: str, replicas: int | None, ray: str | None) -> FleetPlan:
+    """Return the plan of a fleet on this machine, or on the cluster at the address `ray`.
+
+    `replicas` is the number of replicas, by default one for each GPU of the cluster, or without
+    GPUs one for each machine. Raise UserError if there are not enough devices.
+    """
+    if replicas is not None and (
+        isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1
+    ):
+        raise UserError(f"replicas={replicas!r}: give a whole number of at least 1")
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(
+            f"device={device!r} is one GPU, and each replica has its own; give 'auto', 'cpu' or "
+            "'cuda'"
+        )
+    import_ray()
+    is_own_cluster = False
+    if ray is not None:
+        is_own_cluster = join_cluster(ray)
+        gpus, cpus = cluster_devices("GPU"), cluster_devices("CPU")
+        default = gpus if gpus and device != "cpu" else num_machines()
+    else:
+        is_gpu = Device(choose_device(device)).is_gpu
+        gpus, cpus = torch.cuda.device_count() if is_gpu else 0, usable_cpus()
+        default = 1
+    count = default if replicas is None else replicas
+    uses_gpus = bool(gpus) and device != "cpu"
+    if device == "cuda" and not gpus:
+        raise UserError("device='cuda': the cluster has no GPU; give 'auto' or 'cpu'")
+    num_devices, kind = (gpus, "GPUs") if uses_gpus else (cpus, "CPUs")
+    if count > num_devices:
+        where = "this machine has" if ray is None else "the cluster has"
+        raise UserError(
+            f"replicas={count}: each replica needs a device of its own, and {where} {num_devices} "
+            f"{kind}; give at most {num_devices}"
+        )
+    per_replica = max(1, cpus // max(count, default))
+    resources = Resources(1 if uses_gpus else 0, 1 if uses_gpus else per_replica)
+    return FleetPlan(count, resources, cpus, gpus, is_own_cluster, ray is not None)
