@@ -36,16 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """List the replicas, or drain one and list them."""
-    is_drain = arguments.action == "drain"
-    if is_drain and arguments.replica is None:
+    replica: int | None = arguments.replica
+    if arguments.action == "drain" and replica is None:
         raise UserError("planish fleet drain REPLICA: give the number of a replica")
-    if not is_drain and arguments.replica is not None:
-        raise UserError(f"planish fleet status lists all replicas; leave out {arguments.replica}")
+    if arguments.action == "status" and replica is not None:
+        raise UserError(f"planish fleet status lists all replicas; leave out {replica}")
     url = resolve_server_url(arguments.base_url, arguments.api_key, {})
     if url is None:
         raise UserError("planish fleet: give --base-url, or set PLANISH_BASE_URL")
     records = ServerRecords(url, resolve_api_key(arguments.api_key))
-    replicas = records.drain(arguments.replica) if is_drain else records.replicas()
+    replicas = records.replicas() if replica is None else records.drain(replica)
     if arguments.json:
         print(as_json(replicas))
     else:

@@ -225,7 +225,7 @@ class FleetModel:
         if not future.cancelled() and future.exception() is None:
             self.last_checkpoint = future.result().path
 
-    def _finish_export(self, shared: Future[SharedVersion], source: Future[AdapterVersion]) -> None:
+    def _finish_export(self, shared: Future[SharedVersion], source: Future[Any]) -> None:
         try:
             shared.set_result(self._share(source.result()))
         except BaseException as error:

@@ -196,13 +196,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="tinker-0.38, tinker-0.21 or logits-sdk-0.1.6; may be repeated",
     )
     parser.add_argument("--write", type=Path, help="the page whose tables are to be replaced")
+    parser.add_argument("--replicas", help="serve with so many replicas; needs planish[ray]")
     options = parser.parse_args(arguments)
     chosen = [sdk for sdk in SDKS if options.only is None or sdk.directory in options.only]
     pythons = {sdk: python_of(sdk, options.envs) for sdk in chosen}
     with tempfile.TemporaryDirectory() as directory:
         hub, model = Path(directory) / "hub", tiny_model(Path(directory) / "model")
+        serve_options = ["--replicas", options.replicas] if options.replicas else []
         with running_server(
-            Path(directory) / "data", model, "--hub-tokenizers", environment={"HF_HOME": str(hub)}
+            Path(directory) / "data",
+            model,
+            "--hub-tokenizers",
+            *serve_options,
+            environment={"HF_HOME": str(hub)},
         ) as server:
             results = {
                 sdk.title: probed(sdk, python, server, hub) for sdk, python in pythons.items()
