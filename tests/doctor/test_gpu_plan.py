@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from planish.commands.cli import main
 from planish.doctor.gpu.cards import CARDS
@@ -35,9 +36,11 @@ def test_the_work_of_a_known_model(qwen3_8b):
     assert work.linear_weights == work.token_weights == pytest.approx(6.945e9, rel=1e-3)
     assert work.head_weights == 151_936 * 4096
     # an adapter of rank 32 on all modules and the head
-    assert 32 * work.adapter_weights == pytest.approx(92.3e6, rel=0.01)
+    assert 32 * (work.adapter_weights + work.head_adapter_weights) == pytest.approx(
+        92.3e6, rel=0.01
+    )
     # keys and values: 2 x 36 layers x 8 heads x 128 x 2 bytes a position
-    assert attended_bytes(qwen3_8b, 100, 2) == 100 * 147_456
+    assert attended_bytes(qwen3_8b, 100, torch.bfloat16) == 100 * 147_456
 
 
 def test_a_decoding_step_takes_at_least_the_reading_of_the_weights(qwen3_8b):
@@ -70,7 +73,7 @@ def test_training_takes_at_least_its_flops(qwen3_8b):
 
 def test_a_window_limits_what_attention_reads(tmp_path):
     config = ModelConfig.from_directory(tiny_model(tmp_path, "gemma3", window=24))
-    whole, half = attended_bytes(config, 1000, 2), attended_bytes(config, 24, 2)
+    whole, half = (attended_bytes(config, n, torch.bfloat16) for n in (1000, 24))
     position = half / (2 * 24)
     assert whole == pytest.approx(position * (24 + 1000))
 

@@ -12,10 +12,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,12 +85,10 @@ def measure_self_test(request: Request, write: Write) -> None:
     """Report the verdicts of the kernels' self-test with their whole errors."""
     if not Device(request.torch_device).is_gpu:
         raise NotRunError("no GPU")
-    from planish.doctor.gpu.random_model import SHAPES, write_config
+    from planish.doctor.gpu.random_model import config_directory
 
     settings = EngineSettings(device=request.device, quantize="nf4")  # all families of kernels
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder)
-        write_config(directory, SHAPES[request.model])
+    with config_directory(request.model) as directory:
         _, verdicts = checked_backend(directory, ModelConfig.from_directory(directory), settings)
     for verdict in verdicts:
         got = "passed" if verdict.passed else "failed"
@@ -106,7 +102,7 @@ def measure_model(request: Request, write: Write) -> None:
     """Report decoding, training, memory, the gap and the slowest kernels of one model."""
     # The import of transformers takes seconds, which parts without a model need not spend.
     from planish.doctor.gpu.model_part import SMALL, ModelPart, Sizes
-    from planish.doctor.gpu.random_model import SHAPES, num_bytes, random_model, write_config
+    from planish.doctor.gpu.random_model import config_directory, num_bytes, random_model
 
     device, home = request.torch_device, models_home()
     size = num_bytes(request.model)
@@ -114,10 +110,9 @@ def measure_model(request: Request, write: Write) -> None:
     if not (home / request.model).is_dir() and shutil.disk_usage(home).free < 2 * size:
         raise NotRunError(f"the weights need {gib(2 * size)} of free space in PLANISH_HOME")
     settings = EngineSettings(device=request.device, quantize=request.scheme)
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), SHAPES[request.model])
+    with config_directory(request.model) as directory:
         try:
-            plan = DeviceMemory(settings).claim(Path(folder))
+            plan = DeviceMemory(settings).claim(directory)
         except PlanishError as error:
             raise NotRunError(str(error)) from error
     directory = random_model(request.model, home, device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ import torch
 
 from planish.doctor.findings import Finding, Report, Section
 from planish.doctor.gpu.cards import CARDS, Card
-from planish.doctor.gpu.random_model import SHAPES, write_config
+from planish.doctor.gpu.random_model import SHAPES, config_directory
 from planish.doctor.gpu.roofline import Estimate, decode_estimate, training_estimate
 from planish.doctor.models import plan_finding
 from planish.engine.memory import DeviceMemory, ModelMemory, gib
@@ -74,9 +73,8 @@ def model_directory(name: str) -> Iterator[Path]:
                 f"--plan {name}: not on this machine; give the path of a model, a name that "
                 f"`planish models` lists, or one of {', '.join(known)}"
             ) from error
-        with tempfile.TemporaryDirectory() as folder:
-            write_config(Path(folder), SHAPES[name])
-            yield Path(folder)
+        with config_directory(name) as directory:
+            yield directory
         return
     yield directory
 

@@ -13,8 +13,9 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def random_model(name: str, home: Path, device: torch.device) -> Path:
     unfinished = directory.with_name(f".{name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    write_config(unfinished, SHAPES[name])
+    _write_config(unfinished, SHAPES[name])
     _write_weights(unfinished, expected_shapes(ModelConfig.from_directory(unfinished)), device)
     save_byte_tokenizer(unfinished)
     return unfinished.rename(directory)
@@ -114,12 +115,20 @@ def random_model(name: str, home: Path, device: torch.device) -> Path:
 
 def num_bytes(name: str) -> int:
     """Return the bytes of the weights of a model of SHAPES."""
+    with config_directory(name) as directory:
+        return sum(map(_bytes, expected_shapes(ModelConfig.from_directory(directory)).values()))
+
+
+@contextmanager
+def config_directory(name: str) -> Iterator[Path]:
+    """Yield a temporary directory with the config of a model of SHAPES, without weights."""
     with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), SHAPES[name])
-        return sum(map(_bytes, expected_shapes(ModelConfig.from_directory(Path(folder))).values()))
+        directory = Path(folder)
+        _write_config(directory, SHAPES[name])
+        yield directory
 
 
-def write_config(directory: Path, shape: Mapping[str, Any]) -> None:
+def _write_config(directory: Path, shape: Mapping[str, Any]) -> None:
     """Write config.json and generation_config.json of a model in one of SHAPES."""
     has_experts = "num_experts" in shape
     config = (Qwen3MoeConfig if has_experts else Qwen3Config)(

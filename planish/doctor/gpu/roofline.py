@@ -40,7 +40,6 @@ DECODE_LOGIT_PASSES, TRAIN_LOGIT_PASSES = 11, 8
 """How often logits in float32 pass through the memory."""
 RANK = 32
 """The default rank of adapters."""
-_DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,12 @@ class Work:
     token_weights: float
     """The weights that one token is multiplied with; less if the model has experts."""
     adapter_weights: float
-    """The weights of an adapter of rank 1 on all linears and on the head."""
+    """The weights of an adapter of rank 1 on these linears."""
     token_adapter_weights: float
     """The same, for the experts of one token."""
     head_weights: float
+    head_adapter_weights: float
+    """The weights of an adapter of rank 1 on the head."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,9 @@ def work_of(config: ModelConfig, rows: int) -> Work:
         token += per_token * fan_out * fan_in
         adapter += hit * (fan_out + fan_in)
         token_adapter += per_token * (fan_out + fan_in)
-    head = config.vocab_size + config.hidden_size
     head_weights = config.vocab_size * config.hidden_size
-    return Work(read, token, adapter + head, token_adapter + head, head_weights)
+    head_adapter = config.vocab_size + config.hidden_size
+    return Work(read, token, adapter, token_adapter, head_weights, head_adapter)
 
 
 def _linears(config: ModelConfig) -> Iterator[tuple[int, int, int, int]]:
@@ -139,8 +140,9 @@ def decode_estimate(
     weight_bytes += work.head_weights * itemsize
     flops = 2.0 * rows * (work.token_weights + work.head_weights)
     matmuls = max(weight_bytes / bandwidth, flops / (card.matmul_rate * MATMUL_SHARE))
-    attention = rows * attended_bytes(config, context, itemsize) / bandwidth
-    adapters = RANK * work.adapter_weights * itemsize / bandwidth
+    attention = rows * attended_bytes(config, context, card.dtype) / bandwidth
+    adapter_weights = work.adapter_weights + work.head_adapter_weights
+    adapters = RANK * adapter_weights * itemsize / bandwidth
     logits = DECODE_LOGIT_PASSES * 4.0 * rows * config.vocab_size / bandwidth
     count = launches(config, scheme, "decode")
     parts = {"matmuls": matmuls, "attention": attention, "adapters": adapters, "logits": logits}
@@ -152,15 +154,15 @@ def decode_estimate(
     return Estimate(parts)
 
 
-def attended_bytes(config: ModelConfig, context: int, itemsize: int) -> float:
+def attended_bytes(config: ModelConfig, context: int, dtype: torch.dtype) -> float:
     """Return the bytes of keys, values and recurrent states that one row of a step reads."""
     positions = sum(
         min(context, config.window(layer) or context) for layer in config.attention_layers
     )
-    kv_bytes = 2.0 * config.num_kv_heads * config.head_dim * positions * itemsize
+    kv_bytes = 2.0 * config.num_kv_heads * config.head_dim * positions * dtype.itemsize
     if config.delta_net is None:
         return kv_bytes
-    return kv_bytes + 2 * state_bytes(config, _DTYPES[itemsize])
+    return kv_bytes + 2 * state_bytes(config, dtype)
 
 
 def training_flops(
@@ -182,9 +184,9 @@ def _training_parts(
 ) -> tuple[float, float]:
     """Return the FLOPs of the matmuls and of the attention."""
     work = work_of(config, 1)
-    head = config.vocab_size + config.hidden_size
     matmuls = 4 * work.token_weights * rows + 4 * work.head_weights * scored_rows
-    matmuls += 6 * rank * ((work.token_adapter_weights - head) * rows + head * scored_rows)
+    adapter_weights = work.token_adapter_weights * rows + work.head_adapter_weights * scored_rows
+    matmuls += 6 * rank * adapter_weights
     heads = len(config.attention_layers) * config.num_heads * config.head_dim
     return matmuls, 12 * heads * pairs
 
