@@ -350,25 +350,9 @@ def _forward_step(
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     _, value, scores = _meet(
-        tile,
-        query,
-        k,
-        v,
-        i,
-        subtree_end,
-        positions,
-        window,
-        k_row,
-        v_row,
-        head,
-        rows,
-        factor,
-        MASKED,
-        WINDOWED,
-        E,
-        EP,
-        N,
-    )
+        tile, query, k, v, i, subtree_end, positions, window, k_row, v_row, head, rows, factor,
+        MASKED, WINDOWED, E, EP, N,
+    )  # fmt: skip
     found = tl.maximum(best, tl.max(scores, 1))
     shift = found
     if MASKED:  # A row may attend to no key of the tiles so far.
@@ -414,25 +398,9 @@ def _queries_step(
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     key, value, scores = _meet(
-        tile,
-        query,
-        k,
-        v,
-        i,
-        subtree_end,
-        positions,
-        window,
-        k_row,
-        v_row,
-        head,
-        rows,
-        factor,
-        MASKED,
-        WINDOWED,
-        E,
-        EP,
-        N,
-    )
+        tile, query, k, v, i, subtree_end, positions, window, k_row, v_row, head, rows, factor,
+        MASKED, WINDOWED, E, EP, N,
+    )  # fmt: skip
     weights = tl.exp2(scores - log_total[:, None])
     grad_scores = weights * (dot(grads, tl.trans(value)) - delta[:, None])
     return acc + dot(rounded(grad_scores, key.dtype), key)
