@@ -190,13 +190,13 @@ def on_pretended_gpu() -> Iterator[Any]:
             yield marks
 
 
-def random_adapter(base: Any) -> Any:
+def random_adapter(base: Any, rank: int = 8) -> Any:
     """Return an adapter of the default modules."""
     from planish.engine.training.adapters import Adapter
     from planish.model.lora import LoraLayout
     from planish.types import LoraConfig
 
-    layout = LoraLayout(base.config, LoraConfig(rank=8, seed=0))
+    layout = LoraLayout(base.config, LoraConfig(rank=rank, seed=0))
     return Adapter(layout, base.backend, layout.init(0) + 0.01)
 
 

@@ -199,6 +199,9 @@ def kernel_shapes(config: ModelConfig) -> dict[str, int]:
         "vocab_size",
         "qk_norm",
         "attention_sinks",
+        "num_experts",
+        "experts_per_token",
+        "expert_size",
     )
     sizes = {name: int(getattr(config, name)) for name in names}
     return sizes | {"windows": int(any(config.windows))}

@@ -33,7 +33,7 @@ from planish.model.experts import mixture_of_experts
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.interface import AdapterBatch, Attend, ForwardPass
-from planish.model.kernels.linear import PackedLinear
+from planish.model.kernels.linear import ExpertLinears, PackedLinear
 from planish.model.layers import DenseMLP, Experts, Layer, SharedExpert
 from planish.model.linears import fused_modules
 from planish.model.lora import LoraWeights
@@ -470,13 +470,13 @@ class _WeightLoader:
             if config.expert_biases:
                 return Experts(
                     self.float32_linear(f"{prefix}mlp.router"),
-                    tuple(linear(f"{name}.gate_up_proj") for name in names),
-                    tuple(linear(f"{name}.down_proj") for name in names),
+                    ExpertLinears(linear(f"{name}.gate_up_proj") for name in names),
+                    ExpertLinears(linear(f"{name}.down_proj") for name in names),
                 )
             return Experts(
                 self.float32_linear(f"{prefix}mlp.gate"),
-                tuple(linear(f"{name}.gate_proj", f"{name}.up_proj") for name in names),
-                tuple(linear(f"{name}.down_proj") for name in names),
+                ExpertLinears(linear(f"{name}.gate_proj", f"{name}.up_proj") for name in names),
+                ExpertLinears(linear(f"{name}.down_proj") for name in names),
                 shared_expert() if config.has_shared_expert else None,
             )
 

@@ -10,7 +10,7 @@ shared expert as a dense MLP, multiplies its output by a gate, and adds the prod
 the chosen experts.
 
 One matmul computes all rows of an expert. For this, the pairs of a row and an expert are sorted by
-expert. Sampler and trainer choose experts with the same code, and add the outputs of a token's
+expert. On a GPU, one kernel computes the matmuls of all experts (`ExpertKernels`). Sampler and trainer choose experts with the same code, and add the outputs of a token's
 experts in the order of their probabilities. So the layer is batch-invariant if the backend's
 matmuls are.
 
@@ -20,7 +20,6 @@ an expert, I hidden size of an expert, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +28,7 @@ from torch import Tensor
 from planish.model.expert_pairs import TokenExpertPairs
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.interface import AdapterBatch
-from planish.model.kernels.linear import PackedLinear
+from planish.model.kernels.linear import ExpertLinears, PackedLinear, call_before_matmul
 from planish.model.layers import Experts
 from planish.model.lora import LoraMatrices, LoraWeights, padded_lora_columns
 from planish.model.operations import (
@@ -89,19 +88,32 @@ def route(
         logits = adapted_linear(backend, x_float32, router, None)
     else:
         logits = backend.matmul(x_float32, router)
+    kernels, num_chosen = backend.expert_kernels, config.experts_per_token
+    normalizes = config.normalizes_expert_weights
+    if kernels is not None:
+        weights, chosen = kernels.choose(logits.detach(), num_chosen, normalizes=normalizes)
+        if training:
+            weights = _weights_of(chosen, logits.softmax(-1), normalizes=normalizes)
+        return weights, TokenExpertPairs(chosen, config.num_experts, kernels)
     probabilities = logits.softmax(-1)
     # A stable sort defines which of two equal probabilities comes first; topk does not.
     ranked_experts = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices
-    selected_experts = ranked_experts[:, : config.experts_per_token].contiguous()
-    weights = probabilities.gather(1, selected_experts)
-    if config.normalizes_expert_weights:
+    chosen = ranked_experts[:, :num_chosen].contiguous()
+    weights = _weights_of(chosen, probabilities, normalizes=normalizes)
+    return weights, TokenExpertPairs(chosen, config.num_experts)
+
+
+def _weights_of(chosen: Tensor, probabilities: Tensor, *, normalizes: bool) -> Tensor:
+    """Return the weights of the chosen experts, [T, k]. `probabilities`: [T, N]."""
+    weights = probabilities.gather(1, chosen)
+    if normalizes:
         # Add column by column, because the order of torch's sum over the last dimension may depend
         # on the number of rows.
         total = weights[:, :1]
-        for rank in range(1, config.experts_per_token):
+        for rank in range(1, chosen.shape[1]):
             total = total + weights[:, rank : rank + 1]
         weights = weights / total
-    return weights, TokenExpertPairs(selected_experts, config.num_experts)
+    return weights
 
 
 @dataclass(frozen=True)
@@ -161,11 +173,7 @@ class _ExpertsFunction(torch.autograd.Function):
             backend, pairs, grad[pairs.row_indices], *weighted_inputs, *linears_out
         )
         grad_weights = (grad_activations.to(weights.dtype) * activations.to(weights.dtype)).sum(1)
-        for expert, expert_slice in pairs.expert_slices:
-            bias = call.experts.down[expert].bias
-            if bias is not None:
-                grad_float32 = grad[pairs.row_indices[expert_slice]].to(weights.dtype)
-                grad_weights[expert_slice] += grad_float32 @ bias.to(weights.dtype)
+        _add_bias_terms_(grad_weights, grad, call.experts.down, pairs)
         grad_activations = (grad_activations * pair_weights).to(activations.dtype)
         grad_gate_up = gated_activation_backward(backend, grad_activations, gate_up)
         grad_expert_inputs, grads_in = expert_linears_backward(
@@ -189,12 +197,18 @@ class _ExpertsFunction(torch.autograd.Function):
 def expert_matmuls(
     backend: Backend,
     x: Tensor,
-    linears: Sequence[PackedLinear],
+    linears: ExpertLinears,
     pairs: TokenExpertPairs,
     *,
     training: bool = False,
 ) -> Tensor:
     """Return the outputs [P, out] of the experts' linears for the sorted pairs `x` [P, in]."""
+    if pairs.kernels is not None and linears.addresses is not None:
+        call_before_matmul()
+        columns = sum(linears[0].sizes)
+        return pairs.kernels.matmul(
+            x, linears.addresses, pairs.ranges, columns, bias=linears.biases
+        )
     out = x.new_empty(len(x), sum(linears[0].sizes))
     for expert, expert_slice in pairs.expert_slices:
         out[expert_slice] = backend.matmul(x[expert_slice], linears[expert], training=training)
@@ -206,10 +220,13 @@ def add_expert_lora_(
 ) -> Tensor | None:
     """Add the LoRA outputs of the experts to `out` [P, out].
 
-    Return the LoRA hidden states [P, r], padded to a multiple of LORA_COLUMNS columns.
+    Return the LoRA hidden states [P, r]. Without kernels for all experts, they are padded to a
+    multiple of LORA_COLUMNS columns.
     """
     if lora is None:
         return None
+    if pairs.kernels is not None:
+        return pairs.kernels.add_lora_(x, out, lora.a, *lora.b_matrices, pairs.ranges)
     lora_hidden = x.new_zeros(len(x), padded_lora_columns(lora.rank))
     for expert, expert_slice in pairs.expert_slices:
         expert_lora = lora.expert(expert)
@@ -225,7 +242,7 @@ def expert_linears_backward(
     grad: Tensor,
     x: Tensor,
     lora_hidden: Tensor | None,
-    linears: Sequence[PackedLinear],
+    linears: ExpertLinears,
     lora: LoraMatrices | None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the gradients of the experts' inputs [P, in] and of the LoRA matrices, if any.
@@ -233,28 +250,60 @@ def expert_linears_backward(
     `grad`: the gradient of the outputs, [P, out]. `x`, `lora_hidden`: the inputs [P, in] and the
     LoRA hidden states, from which the gradients of the LoRA matrices are computed.
     """
-    grad_x = grad.new_empty(x.shape)
-    grads: list[Tensor] = []
-    if lora is not None:
-        grads = [
-            torch.zeros(matrix.shape, dtype=torch.float32, device=matrix.device)
-            for matrix in (lora.a, *lora.b_matrices)
-        ]
+    grad_x = _expert_matmuls_backward(backend, grad, x.shape[1], linears, pairs)
+    if lora is None or lora_hidden is None:
+        return grad_x, []
+    if pairs.kernels is not None:
+        operands = (grad, x, lora_hidden, grad_x, lora.a, *lora.b_matrices)
+        return grad_x, list(pairs.kernels.lora_backward_(*operands, pairs.ranges))
+    grads = [
+        torch.zeros(matrix.shape, dtype=torch.float32, device=matrix.device)
+        for matrix in (lora.a, *lora.b_matrices)
+    ]
+    for expert, expert_slice in pairs.expert_slices:
+        operands = (
+            grad[expert_slice],
+            x[expert_slice],
+            lora_hidden[expert_slice, : lora.rank],
+            grad_x[expert_slice],
+        )
+        grad_a, b_grads = backend.lora_backward_(*operands, [grad.shape[1]], lora.expert(expert))
+        for layer_grad, expert_grad in zip(grads, (grad_a, *b_grads), strict=True):
+            layer_grad[expert] = expert_grad
+    return grad_x, grads
+
+
+def _expert_matmuls_backward(
+    backend: Backend, grad: Tensor, columns: int, linears: ExpertLinears, pairs: TokenExpertPairs
+) -> Tensor:
+    """Return the gradients of the experts' inputs, [P, columns]. `grad`: [P, out]."""
+    if pairs.kernels is not None and linears.addresses is not None:
+        call_before_matmul()
+        return pairs.kernels.matmul(grad, linears.addresses, pairs.ranges, columns, transposed=True)
+    grad_x = grad.new_empty(len(grad), columns)
     for expert, expert_slice in pairs.expert_slices:
         grad_x[expert_slice] = backend.matmul_backward(grad[expert_slice], linears[expert])
-        if lora is not None and lora_hidden is not None:
-            operands = (
-                grad[expert_slice],
-                x[expert_slice],
-                lora_hidden[expert_slice, : lora.rank],
-                grad_x[expert_slice],
-            )
-            grad_a, b_grads = backend.lora_backward_(
-                *operands, [grad.shape[1]], lora.expert(expert)
-            )
-            for layer_grad, expert_grad in zip(grads, (grad_a, *b_grads), strict=True):
-                layer_grad[expert] = expert_grad
-    return grad_x, grads
+    return grad_x
+
+
+def _add_bias_terms_(
+    grad_weights: Tensor, grad: Tensor, down: ExpertLinears, pairs: TokenExpertPairs
+) -> None:
+    """Add dot(bias, gradient of the output) to the gradient of each sorted pair's weight [P].
+
+    `grad`: the gradient of the layer's output, [T, D].
+    """
+    dtype = grad_weights.dtype
+    if pairs.kernels is not None:
+        if down.biases is not None:
+            products = grad.to(dtype) @ down.biases.to(dtype).t()
+            grad_weights += products[pairs.row_indices, pairs.sorted_experts]
+        return
+    for expert, expert_slice in pairs.expert_slices:
+        bias = down[expert].bias
+        if bias is not None:
+            grad_float32 = grad[pairs.row_indices[expert_slice]].to(dtype)
+            grad_weights[expert_slice] += grad_float32 @ bias.to(dtype)
 
 
 def weighted_sum(values: Tensor, pairs: TokenExpertPairs, weights: Tensor | None = None) -> Tensor:
@@ -263,6 +312,8 @@ def weighted_sum(values: Tensor, pairs: TokenExpertPairs, weights: Tensor | None
     `weights`: [T, k]; None stands for 1. The terms are added in float32, one column of `weights`
     after another.
     """
+    if pairs.kernels is not None and not torch.is_grad_enabled():
+        return pairs.kernels.weighted_sum(values, pairs.places, pairs.experts_per_row, weights)
     row_values = pairs.unsort(values)
     total: Tensor | None = None
     for column in range(pairs.experts_per_row):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from planish.model.delta_net import DeltaNetWeights
-from planish.model.kernels.linear import PackedLinear
+from planish.model.kernels.linear import ExpertLinears, PackedLinear
 from planish.model.rope import RotaryEmbedding
 
 
@@ -20,9 +20,9 @@ class Experts:
 
     router: PackedLinear
     """[N, D] in float32."""
-    gate_up: tuple[PackedLinear, ...]
+    gate_up: ExpertLinears
     """For each expert, the linears [I, D] of gate and up, or one linear [2 * I, D] of both."""
-    down: tuple[PackedLinear, ...]
+    down: ExpertLinears
     """For each expert, the linear [D, I]."""
     shared: SharedExpert | None = None
 

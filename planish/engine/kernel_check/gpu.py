@@ -18,6 +18,7 @@ from torch import Tensor
 
 from planish.engine.kernel_check.check import Batch, ModelCheck, Sizes
 from planish.engine.kernel_check.comparison import Pair, compare
+from planish.engine.kernel_check.expert_check import ExpertCheck
 from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner
 from planish.engine.sampling.plan import RowLayout, StepPlan
 from planish.engine.sampling.slots import SampleSlots
@@ -96,8 +97,8 @@ def main() -> None:
 
 
 def checked_config(config: ModelConfig) -> ModelConfig:
-    """Return the config of the model under check: without recurrences and experts, which have no
-    kernel, and with one layer for each kind of window.
+    """Return the config of the model under check: without recurrences, which have no kernel,
+    without experts, which have a check of their own, and with one layer for each kind of window.
     """
     # Longer windows would hide no key of the check's sequences. The kernels get the window as an
     # argument, so they are not compiled for its size.
@@ -144,6 +145,9 @@ def check_family(
         config = replace(config, qk_norm=False)
     if family == "graphs":
         _check_graphs(triton_backend(config, dtype, device, FAMILIES), sizes)
+        return
+    if family == "experts":
+        ExpertCheck(model, dtype, device).run()
         return
     backend = triton_backend(config, dtype, device, [family])
     if family == "rope" and config.qk_norm:

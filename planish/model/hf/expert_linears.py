@@ -5,7 +5,6 @@ Shapes: P pairs of a row and an expert, sorted by expert (see model/experts.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,14 +14,14 @@ from planish.model.expert_pairs import TokenExpertPairs
 from planish.model.experts import add_expert_lora_, expert_linears_backward, expert_matmuls
 from planish.model.hf.forward_pass import HFForwardPass
 from planish.model.kernels.backend import Backend
-from planish.model.kernels.linear import PackedLinear
+from planish.model.kernels.linear import ExpertLinears
 from planish.model.lora import LoraMatrices, LoraWeights
 
 
 def expert_linears(
     run: HFForwardPass,
     x: Tensor,
-    linears: Sequence[PackedLinear],
+    linears: ExpertLinears,
     pairs: TokenExpertPairs,
     layer: int,
     name: str,
@@ -46,7 +45,7 @@ class _Call:
     """The constants of one call of `expert_linears`."""
 
     backend: Backend
-    linears: Sequence[PackedLinear]
+    linears: ExpertLinears
     pairs: TokenExpertPairs
     lora: LoraMatrices | None
 

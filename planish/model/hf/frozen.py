@@ -18,7 +18,7 @@ from planish.model.hf.expert_linears import expert_linears
 from planish.model.hf.forward_pass import current_pass
 from planish.model.inspection.probing import expert_linear_names, is_transposed, linear_shape
 from planish.model.kernels.backend import Backend
-from planish.model.kernels.linear import PackedLinear
+from planish.model.kernels.linear import ExpertLinears, PackedLinear
 from planish.model.quantization import quantize
 
 
@@ -50,7 +50,7 @@ class FrozenExperts(nn.Module):
     def __init__(
         self,
         source: nn.Module,
-        packed: Sequence[Sequence[PackedLinear]],
+        packed: Sequence[ExpertLinears],
         layer: int,
         name: str,
     ) -> None:
@@ -67,7 +67,8 @@ class FrozenExperts(nn.Module):
 
         `hidden`: [T, hidden]. `top_k_index`, `top_k_weights`: [T, k].
         """
-        pairs = TokenExpertPairs(top_k_index, len(self._packed[0]))
+        kernels = current_pass().backend.expert_kernels
+        pairs = TokenExpertPairs(top_k_index, len(self._packed[0]), kernels)
         gate_up = self._linear(0, hidden[pairs.row_indices], pairs)
         source = self._source
         activations = source._apply_gate(gate_up) if source.has_gate else source.act_fn(gate_up)  # type: ignore[operator]
@@ -104,10 +105,10 @@ def freeze_experts(
         weights: Tensor = getattr(source, linear)
         biases = getattr(source, f"{linear}_bias") if source.has_bias else [None] * len(weights)
         packed.append(
-            [
+            ExpertLinears(
                 _pack(weight.t() if source.is_transposed else weight, bias, backend, scheme)
                 for weight, bias in zip(weights, biases, strict=True)
-            ]
+            )
         )
         setattr(source, linear, None)
     return FrozenExperts(source, packed, layer, name)

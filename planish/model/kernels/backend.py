@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from planish.model.config import ModelConfig
+from planish.model.expert_pairs import ExpertKernels
 from planish.model.kernels.device import Device
 from planish.model.kernels.interface import (
     Activations,
@@ -44,6 +45,8 @@ class Parts:
     log_sum_exp: LogSumExp
     sampling: Sampling
     decode_passes: DecodePasses | None = None
+    expert_kernels: ExpertKernels | None = None
+    """The kernels for all experts of a layer. None: torch computes one expert after another."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,8 @@ class Backend:
         self.decode_attention = attention.decode_attention
         self.tree_recurrence = recurrences.tree_recurrence
         self.sequence_recurrence = recurrences.sequence_recurrence
+
+        self.expert_kernels = parts.expert_kernels
 
         head, log_sum_exp, sampling = parts.head, parts.log_sum_exp, parts.sampling
         self.logits_dtype, self.head_rows = head.logits_dtype, head.head_rows

@@ -55,6 +55,7 @@ from planish.model.kernels.triton.parts import (
     TritonPacker,
     TritonWeightSampler,
     elementwise_kernels,
+    expert_kernels,
     weight_filter,
 )
 
@@ -237,6 +238,8 @@ def _triton_parts(
     parts = replace(parts, qk_norm_rope=qk_norm_rope)
     if "swiglu" in families:
         parts = replace(parts, activations=TritonActivations(parts.activations))
+    if "experts" in families and tiling is None:
+        parts = replace(parts, expert_kernels=expert_kernels())
     if "log_sum_exp" in families:
         parts = replace(parts, log_sum_exp=TritonLogSumExp())
     if "sampling" not in families:

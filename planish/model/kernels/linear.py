@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, cached_property
 from typing import Protocol
 
 import torch
@@ -31,6 +31,9 @@ backward.
 
 An exception from the callback aborts the pass, which may otherwise take many seconds.
 """
+
+ADDRESS_ALIGNMENT = 16
+"""The bytes that the widest load instruction of a GPU reads. Its address is a multiple of this."""
 
 
 class PackedLinear:
@@ -108,6 +111,16 @@ class PackedLinear:
         return grad @ (self._fused_weight if self._are_adjacent else concatenate(self._weights))
 
     @property
+    def fused_weight(self) -> Tensor | None:
+        """The weights of all linears as one contiguous tensor [out, in].
+
+        None if they are packed, quantized, or not adjacent.
+        """
+        if self.packed is not None or not self._are_adjacent:
+            return None
+        return self._fused_weight if self._weights[0].is_contiguous() else None
+
+    @property
     def _unpack(self) -> Callable[[], Tensor] | None:
         return None if self.packed is None else self.packed.unpack
 
@@ -126,6 +139,8 @@ class QuantizedLinear(PackedLinear):
     Each matmul has the same bits as a matmul with the dequantized weights.
     """
 
+    fused_weight = None
+
     def __init__(
         self,
         weights: Sequence[QuantizedWeight],
@@ -142,6 +157,30 @@ class QuantizedLinear(PackedLinear):
         """Return grad @ weights, the gradient of the input: [T, in]. `grad`: [T, out]."""
         call_before_matmul()
         return self._packed.matmul_backward(grad)
+
+
+class ExpertLinears(tuple[PackedLinear, ...]):
+    """The same linear of each expert of a layer."""
+
+    @cached_property
+    def addresses(self) -> Tensor | None:
+        """The addresses of the contiguous weights [out, in]: int64 [N] on their device.
+
+        None if a kernel cannot read the weights (see `PackedLinear.fused_weight`), or if an address
+        is not a multiple of ADDRESS_ALIGNMENT.
+        """
+        weights = [linear.fused_weight for linear in self]
+        present = [weight for weight in weights if weight is not None]
+        found = [weight.data_ptr() for weight in present]
+        if len(present) < len(weights) or any(address % ADDRESS_ALIGNMENT for address in found):
+            return None
+        return torch.tensor(found, device=present[0].device)
+
+    @cached_property
+    def biases(self) -> Tensor | None:
+        """The biases [N, out], or None."""
+        present = [linear.bias for linear in self if linear.bias is not None]
+        return torch.stack(present) if present else None
 
 
 class PackedWeight(Protocol):

@@ -118,7 +118,12 @@ class TorchAdapterBatch:
     ) -> None:
         for adapter_range, lora in self._targets(layer, module):
             assert isinstance(adapter_range, AdapterRange)  # can_stack returns False
-            for expert, part in pairs.expert_slices_of(adapter_range.start, adapter_range.stop):
+            start, stop = adapter_range.start, adapter_range.stop
+            if pairs.kernels is not None:
+                ranges = pairs.device_ranges(start, stop)
+                pairs.kernels.add_lora_(x, out, lora.a, *lora.b_matrices, ranges)
+                continue
+            for expert, part in pairs.expert_slices_of(start, stop):
                 own = lora.expert(expert)
                 self._lora.add_lora_(x[part], out[part], [out.shape[1]], own, training=False)
 

@@ -22,13 +22,15 @@ FAMILIES = (
     "tree attention",
     "lora",
     "quantized",
+    "experts",
     "graphs",
 )
 """The families of kernels. The kernels of a family are tested, and replaced by torch, together.
 
 "attention" is the sampler's attention (prefill and decode). "tree attention" is the trainer's
 attention over prefix trees. "quantized" is the matmuls with quantized weights, and the kernels that
-dequantize these weights. "graphs" is the sampler's decoding step captured as a CUDA graph.
+dequantize these weights. "experts" is the operations of a mixture of experts, for all experts of a
+layer at once; matmuls with quantized experts are not among them. "graphs" is the sampler's decoding step captured as a CUDA graph.
 """
 
 _OF_HEADS = ("attention", "tree attention", "lora", "graphs")
@@ -59,6 +61,8 @@ def supported_families(config: ModelConfig, *, is_quantized: bool = True) -> tup
         excluded += ("norms", "rope", "swiglu")
     if not is_quantized:
         excluded += ("quantized",)
+    if not config.num_experts:
+        excluded += ("experts",)
     return tuple(family for family in FAMILIES if family not in excluded)
 
 

@@ -2,7 +2,7 @@
 
 torch computes the matmuls with frozen weights, except those of few rows with quantized weights. It
 also computes what the kernels do not support: unusual head sizes, limits of scores, gated
-delta nets, GeGLU, experts, and families that failed their self-test. In deterministic mode
+delta nets, GeGLU, quantized experts, and families that failed their self-test. In deterministic mode
 torch computes all matmuls, attention and LoRA, because the order of additions of these kernels
 depends on the batch.
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from planish.model.config import ModelConfig
+from planish.model.expert_pairs import ExpertKernels
 from planish.model.kernels.interface import (
     Activations,
     Attend,
@@ -51,6 +52,12 @@ def weight_filter() -> WeightFilter:
     kernels: Any = import_module("planish.model.kernels.triton.filter_kernels")
     found: WeightFilter = kernels.filter_
     return found
+
+
+def expert_kernels() -> ExpertKernels:
+    """Return the module of the kernels for mixtures of experts."""
+    found: Any = import_module("planish.model.kernels.triton.expert_kernels")
+    return found  # type: ignore[no-any-return]
 
 
 class TritonPacker:
