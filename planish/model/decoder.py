@@ -184,12 +184,13 @@ class Decoder:
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             if recompute and torch.is_grad_enabled():
+                # Store the sum alone. The norm would compute the same float32 sum.
                 x, residual = checkpoint(
                     forward_pass.layer,
                     index,
                     layer,
-                    x,
-                    residual,
+                    x if residual is None else x + residual,
+                    None,
                     use_reentrant=False,
                     preserve_rng_state=False,
                 )

@@ -146,7 +146,7 @@ def test_an_8b_model_fits_gpus_from_24_gb(shaped, gpu, total):
         == max_pool_bytes(found.sampler.kv_cache_bytes) + found.sampler.prefix_cache_bytes
     )
     positions = found.sampler.kv_cache_bytes // (2 * 36 * 8 * 128 * 2)
-    assert positions > (7000 if total < 30 * GIB else 70_000)
+    assert positions > (5000 if total < 30 * GIB else 60_000)
     assert found.sampler.max_batch == (512 if total > 30 * GIB else found.sampler.max_batch)
     assert found.trainer.recompute == (total < 30 * GIB)
     assert found.trainer.micro_batch_tokens >= (
@@ -383,13 +383,14 @@ def test_control_groups_limit_main_memory(tmp_path):
 def test_activation_bytes_on_a_gpu_include_float32_logits(shaped, gpu):
     """For Qwen3-0.6B, the float32 logits are a third of the activations."""
     config = ModelConfig.from_directory(shaped("Qwen3-0.6B"))
-    kept = [
-        TrainerSettings(16384).activation_bytes(
-            reference_backend(config, torch.bfloat16, torch.device(kind))
-        )
-        for kind in ("cpu", "cuda")
-    ]
-    assert kept[1] - kept[0] == 2 * 16384 * 151_936
+    kept, logits = [], []
+    for kind, itemsize in (("cpu", 2), ("cuda", 4)):
+        backend = reference_backend(config, torch.bfloat16, torch.device(kind))
+        kept.append(TrainerSettings(16384).activation_bytes(backend))
+        # The gradient of one chunk of rows exists in both dtypes.
+        logits.append(151_936 * (16384 * itemsize + backend.head_rows * (itemsize + 2)))
+    assert kept[1] - kept[0] == logits[1] - logits[0]
+    assert kept[1] < 4 * logits[1]
 
 
 def test_step_bytes_on_a_cpu_include_attention_scores(shaped, monkeypatch):

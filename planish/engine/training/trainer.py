@@ -80,26 +80,17 @@ class TrainerSettings:
     def activation_bytes(
         self, backend: Backend, num_tokens: int | None = None, rank: int = 32
     ) -> int:
-        """Return the estimated bytes that a micro-batch stores for its backward pass.
+        """Return the estimated peak of a micro-batch's forward and backward pass in bytes.
 
-        `num_tokens`: size of the micro-batch, by default `micro_batch_tokens`. `rank`: the LoRA
-        rank.
+        It consists of the tensors stored for the backward pass, and of the temporary tensors of one
+        layer or of the head. `num_tokens`: size of the micro-batch, by default
+        `micro_batch_tokens`. `rank`: the LoRA rank.
         """
         config = backend.config
         num_tokens = self.micro_batch_tokens if num_tokens is None else num_tokens
         itemsize, logit_itemsize = backend.dtype.itemsize, backend.logits_dtype.itemsize
-        query_size = config.num_heads * config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
-        # Two residual states and the log-sum-exp of the attention are float32. The other tensors
-        # have the dtype of the matmuls: the outputs of both norms, q and k after RoPE, v, the
-        # attention output, the MLP's gate, up and SwiGLU outputs, and the LoRA hidden states.
-        float32_bytes = 4 * (2 * config.hidden_size + config.num_heads)
-        num_model_dtype_values = 2 * config.hidden_size + 2 * query_size + 2 * kv_size
-        if config.qk_norm:
-            num_model_dtype_values += query_size + kv_size
-        attention_bytes = float32_bytes + itemsize * num_model_dtype_values
         layers = range(config.num_layers)
-        layer_bytes = attention_bytes + max(
+        layer_bytes = self._attention_bytes(backend) + max(
             self._mlp_bytes(backend, rank, layer) for layer in layers
         )
         if config.hf is not None:
@@ -110,21 +101,38 @@ class TrainerSettings:
             # Estimate a gated delta-net layer as a layer with attention plus the tensors that only
             # a gated delta net stores.
             layer_bytes += activation_bytes_per_row(config.delta_net, backend.dtype)
+        # The backward pass of a layer needs the gradients of about two fifths of what the layer stores,
+        # and those of all pairs of a row and an expert.
+        pair_size = 3 * config.hidden_size + 4 * config.expert_size
+        temporary_bytes = max(layer_bytes * 2 // 5, itemsize * config.experts_per_token * pair_size)
+        # The gradient of the logits, in both dtypes, exists for one chunk of rows.
+        chunk_bytes = min(num_tokens, backend.head_rows) * config.vocab_size
+        chunk_bytes *= logit_itemsize + itemsize
         if self.recomputes(num_tokens):
-            # The backward pass needs the activations of at most two layers at a time, and the
-            # logits of one chunk of rows with their gradient.
-            logits_bytes = (
-                min(num_tokens, backend.head_rows) * config.vocab_size * (logit_itemsize + itemsize)
-            )
-            return (
-                num_tokens
-                * (config.num_layers * (4 + itemsize) * config.hidden_size + 2 * layer_bytes)
-                + logits_bytes
-                + backward_bytes(config, num_tokens)
-            )
-        return num_tokens * (
-            config.num_layers * layer_bytes + logit_itemsize * config.vocab_size
-        ) + backward_bytes(config, num_tokens)
+            stored_bytes = num_tokens * config.num_layers * 4 * config.hidden_size
+            backward_layer_bytes = num_tokens * (layer_bytes + temporary_bytes)
+        else:
+            stored_bytes = num_tokens * config.num_layers * layer_bytes
+            backward_layer_bytes = num_tokens * temporary_bytes
+            chunk_bytes += num_tokens * logit_itemsize * config.vocab_size
+        backward_layer_bytes += backward_bytes(config, num_tokens)
+        return stored_bytes + max(backward_layer_bytes, chunk_bytes)
+
+    def _attention_bytes(self, backend: Backend) -> int:
+        """Return the bytes per token that a layer stores for its norms and its attention."""
+        config = backend.config
+        query_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        # The inputs of all norms and the log-sum-exp of the attention are float32.
+        num_float32_values = config.hidden_size * 2 + config.num_heads
+        if config.output_norms:
+            num_float32_values += 2 * config.hidden_size
+        if config.qk_norm:
+            num_float32_values += query_size + kv_size
+        # The other tensors have the dtype of the matmuls: the outputs of both norms, the output of
+        # the fused projection, of which v is a view, q and k after RoPE, and the attention output.
+        num_model_dtype_values = 2 * config.hidden_size + 3 * (query_size + kv_size)
+        return 4 * num_float32_values + backend.dtype.itemsize * num_model_dtype_values
 
     def _mlp_bytes(self, backend: Backend, rank: int, layer: int) -> int:
         """Return the bytes per token that a layer stores for its MLP and all LoRA hidden states."""
@@ -154,9 +162,9 @@ class TrainerSettings:
     def reserved_bytes(self, backend: Backend, num_tokens: int | None = None) -> int:
         """Return the estimated bytes that forward and backward passes occupy, in use or cached.
 
-        The estimate is `activation_bytes` plus 50% for fragmentation and temporary tensors.
+        The estimate is `activation_bytes` plus 25% for fragmentation.
         """
-        return self.activation_bytes(backend, num_tokens) * 3 // 2
+        return self.activation_bytes(backend, num_tokens) * 5 // 4
 
     def longest_sequence(self, backend: Backend, num_bytes: float) -> int:
         """Return the tokens of the longest sequence whose passes occupy at most `num_bytes`."""
