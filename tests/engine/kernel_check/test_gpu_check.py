@@ -148,7 +148,6 @@ FAULTS = [
     ("experts", "expert", "probabilities == best, expert, EXPERTS), 0)", "probabilities == best, -expert, EXPERTS), 0)"),
     ("experts", "expert", "largest = largest / chosen_total", "pass"),
     ("experts", "expert", "rows + place, (j // K)", "rows + place, (j // K * 0)"),
-    ("experts", "expert", "has_row, has_column = m < stop, n < columns", "has_row, has_column = m < stop - 1, n < columns"),
     ("experts", "expert", "+= own_bias", "-= own_bias"),
     ("experts", "expert", "total += dot(mine, tl.trans(theirs))", "total = dot(mine, tl.trans(theirs))"),
     ("experts", "expert", "total += dot(mine, theirs)", "total = dot(mine, theirs)"),
