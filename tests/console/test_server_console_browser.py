@@ -94,8 +94,8 @@ def test_a_tenant_chats_with_its_checkpoints(watched, served, runs):
     page = watched.page
     log_in(watched, served.url, "tml-alice-key")
     page.goto(f"{served.url}/console/chat?run={runs['alice']}")
-    page.get_by_label("first model").select_option("kept")
-    page.get_by_label("second model").select_option("base model")
+    page.get_by_label("first model").select_option(label="weights/kept")
+    page.get_by_label("second model").select_option(label="base model")
     page.get_by_label("Most tokens").fill("8")
     page.get_by_label("message").fill("hello")
     page.keyboard.press("Enter")
