@@ -76,9 +76,9 @@ class Recovery:
     _sampling: Sampling
     _request_log: RequestLog
     _settlement: Settlement
-    _repeatable_loads: set[tuple[str, int]] = field(default_factory=set)
+    _repeatable_loads: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
     """(model id, sequence number) of each load_weights that a replay would repeat."""
-    _closing: set[asyncio.Task[None]] = field(default_factory=set)
+    _closing: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
 
     async def recover(self) -> RecoveredCounts:
         """Open sessions, models and samplers, delete private checkpoints that no row names, and

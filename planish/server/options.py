@@ -34,7 +34,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     data_dir: Path = Path("~/.local/share/planish/server")
-    models: Mapping[str, str] = field(default_factory=dict)
+    models: Mapping[str, str] = field(default_factory=dict[str, str])
     """Maps the names of base models to their directories or .gguf files. The default model is also
     served if it is on this machine, or if this mapping is empty.
     """
@@ -49,7 +49,7 @@ class ServeOptions:
     allowed_origins: tuple[str, ...] = ()
     public_url: str | None = None
     truncate_max_tokens: bool = False
-    model_aliases: Mapping[str, str] = field(default_factory=dict)
+    model_aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     """Maps further names of checkpoints, for OpenAI clients, to their paths."""
     adapter_dir: Path | None = None
     console: bool = False

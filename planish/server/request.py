@@ -57,9 +57,9 @@ class Request:
     """The decoded operation; None if it must be read from the journal, or is not needed anymore."""
     body: bytes = b""
     """The encoded operation until it is in the journal."""
-    answer: asyncio.Future[Done | Failed] = field(default_factory=asyncio.Future)
+    answer: asyncio.Future[Done | Failed] = field(default_factory=asyncio.Future[Done | Failed])
     """Done when the answer may be sent to the client."""
-    journaled: asyncio.Future[None] = field(default_factory=asyncio.Future)
+    journaled: asyncio.Future[None] = field(default_factory=asyncio.Future[None])
     """Done when the request is in the journal. It has an exception if that failed."""
     num_input_tokens: int = 0
     """The number of input tokens of the operation (see `input_token_count`)."""
@@ -124,7 +124,8 @@ def input_token_count(operation: Operation[Any]) -> int:
             return operation.num_tokens
         case Sample():
             return operation.prompt.max_length
-    return 0
+        case _:
+            return 0
 
 
 def check_same_request(row: RequestRow, digest: bytes | None) -> None:
@@ -210,7 +211,8 @@ def _with_seed(operation: Operation[Any]) -> Operation[Any]:
             )
         case CreateModel(lora=lora, from_path=None) if lora.seed is None:
             return replace(operation, lora=replace(lora, seed=secrets.randbits(_SEED_BITS)))
-    return operation
+        case _:
+            return operation
 
 
 def _operation_to_bytes(operation: Operation[Any], seq_id: int) -> bytes:

@@ -110,7 +110,7 @@ class SessionSpec:
     """The description that a client gives when it creates a session."""
 
     tags: Sequence[str] = ()
-    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    user_metadata: Mapping[str, str] = field(default_factory=dict[str, str])
     sdk_version: str = ""
     display_name: str | None = None
 

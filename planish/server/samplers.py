@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
@@ -332,7 +332,7 @@ class Samplers:
         sampler.ready.set()
 
     @asynccontextmanager
-    async def pinned(self, sampler: Sampler) -> AsyncIterator[None]:
+    async def pinned(self, sampler: Sampler) -> AsyncGenerator[None]:
         """Load a sampler, and keep it in memory during the `async with` block. Raise UserError if
         the sampler is closed or could not be created. If `Sampler.load` fails, raise its error.
         """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -205,7 +205,7 @@ class Sampling:
             return await self._sample(tenant, operation)
 
     @asynccontextmanager
-    async def _pinned_after_slots(self, sampler: Sampler) -> AsyncIterator[None]:
+    async def _pinned_after_slots(self, sampler: Sampler) -> AsyncGenerator[None]:
         """Keep a sampler in memory for the block. The present task has its slots."""
         task = asyncio.current_task()
         assert task is not None

@@ -20,7 +20,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -317,7 +317,7 @@ class AdapterCache:
         return entry is not None and entry.is_ready
 
     @asynccontextmanager
-    async def pinned(self, adapter: CachedAdapter) -> AsyncIterator[None]:
+    async def pinned(self, adapter: CachedAdapter) -> AsyncGenerator[None]:
         """Keep an adapter in memory for the block. If `load` raises, its error is raised here, and
         the adapter is not loaded.
         """

@@ -192,7 +192,7 @@ class HttpSettings:
     """How long the server holds a poll for a result open (long polling). Clients give up after 45
     seconds. If the poll ends earlier without a result, the client polls again at once.
     """
-    tokenizer_directories: Mapping[str, Path] = field(default_factory=dict)
+    tokenizer_directories: Mapping[str, Path] = field(default_factory=dict[str, Path])
     """The directory of each base model's tokenizer, by the model's name."""
     tenants_by_key: Mapping[str, str] | None = None
     """Maps each API key to the name of its tenant. None: no key is needed. The server then accepts

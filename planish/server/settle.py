@@ -46,7 +46,7 @@ class Settlement:
     recent_answer_bytes: int = 0
     """The estimated memory of the recent answers."""
     _recent_answers: OrderedDict[str, tuple[str, Done | Failed]] = field(
-        default_factory=OrderedDict
+        default_factory=OrderedDict[str, tuple[str, Done | Failed]]
     )
     """The tenant and the answer of recent requests, by request id. All these answers are on
     disk.
@@ -138,7 +138,8 @@ class Settlement:
                     raise _expired_result(request_id) from None
             case "failed" | "refused":
                 return row.failure
-        return TryAgain()  # the recovery has not put the request into memory yet
+            case _:
+                return TryAgain()  # the recovery has not put the request into memory yet
 
 
 def _expired_result(request_id: str) -> Gone:

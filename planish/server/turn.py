@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class Turns:
     """Set when the server begins to stop. Models then take no more requests from their queues."""
 
     @asynccontextmanager
-    async def loaded(self, adapter: CachedAdapter) -> AsyncIterator[None]:
+    async def loaded(self, adapter: CachedAdapter) -> AsyncGenerator[None]:
         """Keep an adapter in memory for the block. While a lasting fault of the disk prevents its
         load, wait. If the load fails otherwise, raise the error of `load`.
         """
@@ -96,7 +96,7 @@ class Turns:
         num_slots: int,
         num_tokens: int,
         loaded: AbstractAsyncContextManager[None],
-    ) -> AsyncIterator[None]:
+    ) -> AsyncGenerator[None]:
         """Wait for slots, then for the adapter, which is in memory within `loaded`, and then for
         the crash guard. The turn ends with the block. `key` is the crash guard's key.
         """

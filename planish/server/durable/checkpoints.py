@@ -30,9 +30,10 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import sqlite3
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -222,7 +223,7 @@ class CheckpointCatalog:
         """Delete the checkpoints that expired at least `expiry_delay` of uptime ago."""
         expired_before = self._expiry_clock.before(self._settings.expiry_delay)
         expired = await self._store.read(select, CheckpointRow, "expires <= ?", [expired_before])
-        deletions = []
+        deletions: list[Awaitable[None]] = []
         for row in expired:
             async with self.lock(row.path):
                 # The tenant may have replaced the checkpoint, or let it live longer, meanwhile.
@@ -299,10 +300,13 @@ class CheckpointCatalog:
 
         A damaged checkpoint stays in the catalog, because the operator may restore its files.
         """
-        last, query = "", "SELECT path FROM checkpoints WHERE path > ? ORDER BY path LIMIT 100"
-        while rows := await self._store.read(
-            lambda db, after: db.execute(query, [after]).fetchall(), last
-        ):
+
+        def read_next(connection: sqlite3.Connection, after: str) -> list[sqlite3.Row]:
+            query = "SELECT path FROM checkpoints WHERE path > ? ORDER BY path LIMIT 100"
+            return connection.execute(query, [after]).fetchall()
+
+        last = ""
+        while rows := await self._store.read(read_next, last):
             for row in rows:
                 last = row["path"]
                 await self._verify(last)

@@ -36,7 +36,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,15 +69,15 @@ class _EarlierRecords:
 
     was_clean: bool
     """Whether the earlier process shut down cleanly."""
-    marked_keys: list[str] = field(default_factory=list)
+    marked_keys: list[str] = field(default_factory=list[str])
     """Keys that were running when the earlier process ended."""
-    crash_counts: dict[str, int] = field(default_factory=dict)
+    crash_counts: dict[str, int] = field(default_factory=dict[str, int])
     """The number of crashes during which each suspect was running, by key."""
-    abandoned_keys: set[str] = field(default_factory=set)
+    abandoned_keys: set[str] = field(default_factory=set[str])
     """Abandoned keys of replays and loads of adapters. `enter` rejects these keys. The keys of
     unanswered requests are not in this set, because these requests fail (`failed_ids`).
     """
-    failed_ids: list[str] = field(default_factory=list)
+    failed_ids: list[str] = field(default_factory=list[str])
     """The ids of unanswered requests that were abandoned and failed at this start."""
 
 
@@ -199,7 +199,7 @@ class CrashGuard:
         self._admit_waiting()
 
     @asynccontextmanager
-    async def running(self, key: str) -> AsyncIterator[None]:
+    async def running(self, key: str) -> AsyncGenerator[None]:
         """Call `enter` before the block and `leave` after it. If the engine fails in the block, the
         key stays marked, because it may be the cause.
         """
@@ -217,7 +217,7 @@ class CrashGuard:
         self.leave(key)
 
     @asynccontextmanager
-    async def reading(self, key: str) -> AsyncIterator[None]:
+    async def reading(self, key: str) -> AsyncGenerator[None]:
         """Call `enter` before the block and `pause` after it. Use this for a block that decodes a
         request but does not answer the request.
         """

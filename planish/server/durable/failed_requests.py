@@ -63,8 +63,8 @@ class FailedRequests:
 
     _store: Store
     _settings: TenantSettings
-    _bytes: Counter[str] = field(default_factory=Counter)
-    _full_since: dict[str, float] = field(default_factory=dict)
+    _bytes: Counter[str] = field(default_factory=Counter[str])
+    _full_since: dict[str, float] = field(default_factory=dict[str, float])
     """The tenants whose rows still reached the limit after the last deletion. The value is the time
     of this deletion, in seconds of the monotonic clock.
     """

@@ -40,7 +40,7 @@ class RequestLog:
     disk_faults: DiskFaults = field(default_factory=DiskFaults)
     operation_bytes: int = 0
     """The size of the journaled bodies of all requests whose decoded operation is in memory."""
-    active: dict[str, Request] = field(default_factory=dict)
+    active: dict[str, Request] = field(default_factory=dict[str, Request])
     """The requests that are unanswered, or whose answer is not on disk yet, by id."""
 
     @property

@@ -5,7 +5,7 @@ downloads in progress.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -32,7 +32,7 @@ class BodyBudget:
     """The memory for request bodies. One tenant may use half of it."""
 
     limit: int = MAX_TOTAL_BODIES
-    held: Counter[str] = field(default_factory=Counter)
+    held: Counter[str] = field(default_factory=Counter[str])
     """The reserved bytes of each tenant."""
 
     @property
@@ -60,11 +60,11 @@ class BodyBudget:
 class DownloadSlots:
     """The downloads in progress."""
 
-    running: Counter[str] = field(default_factory=Counter)
+    running: Counter[str] = field(default_factory=Counter[str])
     """The number of downloads of each tenant."""
 
     @contextmanager
-    def slot(self, tenant: Tenant) -> Iterator[ExitStack]:
+    def slot(self, tenant: Tenant) -> Generator[ExitStack]:
         """Take a slot until the end of the `with` block. Raise Unavailable if no slot is free.
 
         The context is an ExitStack that releases the slot. To keep the slot longer, call `pop_all`

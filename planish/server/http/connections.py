@@ -148,20 +148,26 @@ class ConnectionTable:
 
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     clock: Callable[[], float] = time.monotonic
-    open: set[Connection] = field(default_factory=set)
-    _by_address: Counter[str] = field(default_factory=Counter)
+    open: set[Connection] = field(default_factory=set[Connection])
+    _by_address: Counter[str] = field(default_factory=Counter[str])
     """The number of keyless connections of each address."""
-    _by_tenant: Counter[str] = field(default_factory=Counter)
+    _by_tenant: Counter[str] = field(default_factory=Counter[str])
     """The number of connections of each tenant."""
-    _idle_keyless: OrderedDict[Connection, float] = field(default_factory=OrderedDict)
+    _idle_keyless: OrderedDict[Connection, float] = field(
+        default_factory=OrderedDict[Connection, float]
+    )
     """When each idle keyless connection became idle, oldest first."""
-    _idle_at: dict[str, OrderedDict[Connection, None]] = field(default_factory=dict)
+    _idle_at: dict[str, OrderedDict[Connection, None]] = field(
+        default_factory=dict[str, OrderedDict[Connection, None]]
+    )
     """The idle keyless connections of each address, oldest first."""
-    _idle_keyed: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
+    _idle_keyed: OrderedDict[Connection, None] = field(
+        default_factory=OrderedDict[Connection, None]
+    )
     """The idle connections of tenants, least recently used first."""
-    _begun: OrderedDict[Connection, float] = field(default_factory=OrderedDict)
+    _begun: OrderedDict[Connection, float] = field(default_factory=OrderedDict[Connection, float])
     """When the first byte of a request arrived on an idle connection of a tenant."""
-    _unread: OrderedDict[Connection, float] = field(default_factory=OrderedDict)
+    _unread: OrderedDict[Connection, float] = field(default_factory=OrderedDict[Connection, float])
     """The connections whose client does not read its response. The value is the time at which the
     client stopped reading.
     """
@@ -287,7 +293,7 @@ class ConnectionTable:
 
 def _older_than(since_when: OrderedDict[Connection, float], latest: float) -> list[Connection]:
     """Return the connections whose time is at most `latest`. `since_when` is ordered by time."""
-    found = []
+    found: list[Connection] = []
     for connection, since in since_when.items():
         if since > latest:
             break

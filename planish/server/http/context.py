@@ -12,7 +12,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -219,7 +219,7 @@ class RequestContext:
             raise UnsupportedError("project_id: this server has no projects; leave it out")
 
     @asynccontextmanager
-    async def body(self, limit: int) -> AsyncIterator[bytes]:
+    async def body(self, limit: int) -> AsyncGenerator[bytes]:
         """Yield the decompressed body, of at most `limit` bytes. A body above 64 KiB counts against
         the budget of all bodies until the block ends. Raise Unavailable if the budget is exhausted,
         or if the body arrives too slowly.
@@ -232,7 +232,8 @@ class RequestContext:
             reserved_bytes += num_bytes
 
         try:
-            pieces, stream = [], self.request.stream()
+            pieces: list[bytes] = []
+            stream = self.request.stream()
             content_length = self.request.headers.get("content-length", "0")
             if (
                 content_length.isascii()
@@ -275,14 +276,14 @@ class RequestContext:
                 budget.release(self.tenant, reserved_bytes)
 
     @asynccontextmanager
-    async def read_body(self, limit: int, read: Callable[[Fields], T]) -> AsyncIterator[T]:
+    async def read_body(self, limit: int, read: Callable[[Fields], T]) -> AsyncGenerator[T]:
         """Yield what `read` makes of the body, a JSON object."""
         async with self.body(limit) as body:
             self.request.state.body = body
             yield await self.compute(len(body), lambda: read(Fields.of(body)))
 
     @asynccontextmanager
-    async def fields(self, limit: int = MAX_SMALL_BODY) -> AsyncIterator[Fields]:
+    async def fields(self, limit: int = MAX_SMALL_BODY) -> AsyncGenerator[Fields]:
         """Yield the body as a JSON object."""
         async with self.read_body(limit, lambda fields: fields) as fields:
             yield fields

@@ -120,7 +120,7 @@ def _open_files(files: CheckpointFiles, names: Sequence[str]) -> list[OpenFile]:
             handles = {name: stack.enter_context(files.open(name)) for name in names}
         except FileNotFoundError:
             raise NotFound("the checkpoint was deleted") from None
-        opened = []
+        opened: list[OpenFile] = []
         for name, file in handles.items():
             status = os.fstat(file.fileno())
             opened.append(OpenFile(name, file, status.st_size, status.st_mtime_ns))
@@ -251,7 +251,7 @@ async def _read(parts: Sequence[_Part], start: int, end: int) -> AsyncIterator[b
 
 def _archive_parts(files: Sequence[OpenFile]) -> list[_Part]:
     """Return the parts of a tar file of `files`."""
-    parts = []
+    parts: list[_Part] = []
     for file in files:
         padding = bytes(-file.size % tarfile.BLOCKSIZE)
         parts += [_Part(_tar_header(file.name, file.size)), _Part(file), _Part(padding)]

@@ -37,7 +37,7 @@ class BlockEvents:
     _open: Literal["text", "reasoning", "call"] | None = None
     """The kind of the block that has begun."""
     _call: MessagePart | None = None
-    _pieces: list[str] = field(default_factory=list)
+    _pieces: list[str] = field(default_factory=list[str])
     """The reasoning or the arguments of the block that has begun."""
 
     def add(self, parts: Sequence[MessagePart]) -> Iterator[Event]:
@@ -150,7 +150,7 @@ class MessageStreamWriter:
         """Yield the first event."""
         usage = _usage(Usage(self._parsed.num_prompt_tokens, 0, 0))
         stop = {"stop_reason": None, "stop_sequence": None}
-        message = {**_envelope(self._parsed), "content": [], **stop, "usage": usage}
+        message: dict[str, Any] = {**_envelope(self._parsed), "content": [], **stop, "usage": usage}
         yield _encode({"type": "message_start", "message": message})
 
     def add(self, prompt_index: int, token: SampledToken) -> None:

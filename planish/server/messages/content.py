@@ -17,6 +17,7 @@ from planish.server.http.openai_errors import UnsupportedParameterError, WrongPa
 from planish.server.messages.requests import ToolParam
 from planish.server.openai.chat_prompts import image_part
 from planish.server.openai.requests import Function, Tool
+from planish.wire.json_pieces import JsonValue
 
 Block = Mapping[str, Any]
 
@@ -75,8 +76,8 @@ def image_of(block: Block, where: str) -> dict[str, Any]:
     """Return the image of a block as a part of a message: a source of type base64, or of type url
     with a data URL.
     """
-    source = block.get("source")
-    fields = source if isinstance(source, Mapping) else {}
+    source: JsonValue = block.get("source")
+    fields: Block = source if isinstance(source, Mapping) else {}
     match fields.get("type"):
         case "base64":
             media_type = string_of(fields, "media_type", f"{where}.source")
@@ -95,7 +96,7 @@ def text_of_blocks(content: str | Sequence[Block], where: str) -> str:
     """Return the text of content that may have text blocks only."""
     if isinstance(content, str):
         return content
-    texts = []
+    texts: list[str] = []
     for number, block in enumerate(content):
         place = f"{where}.{number}"
         block_type(block, place, ("text",))
@@ -154,7 +155,7 @@ def result_content(
     """Return the content of a tool_result block. `tools` are the tools that a tool_reference may
     name. The chat formats have no field for an error, so the text says it.
     """
-    content = block.get("content") or ""
+    content: JsonValue = block.get("content") or ""
     if isinstance(content, str):
         parts = [text_part(content)]
     elif isinstance(content, list):
@@ -168,7 +169,7 @@ def result_content(
 
 
 def _result_parts(
-    content: Sequence[Any], where: str, tools: Mapping[str, Tool]
+    content: Sequence[JsonValue], where: str, tools: Mapping[str, Tool]
 ) -> list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     specifications: list[str] = []
@@ -196,8 +197,8 @@ def _result_parts(
 
 def referenced_tools(block: Block) -> list[str]:
     """Return the names that the tool_reference blocks of a tool_result name."""
-    content = block.get("content")
-    parts = content if isinstance(content, list) else []
+    content: JsonValue = block.get("content")
+    parts: list[JsonValue] = content if isinstance(content, list) else []
     return [
         str(part.get("tool_name"))
         for part in parts

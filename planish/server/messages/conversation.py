@@ -41,6 +41,7 @@ from planish.server.openai.requests import (
     NamedTool,
     Tool,
 )
+from planish.wire.json_pieces import JsonValue
 from planish.wire.pacing import pause_if_due
 
 BILLING_HEADER = "x-anthropic-billing-header:"
@@ -148,11 +149,11 @@ class _Translation:
     """The messages that were translated so far."""
 
     tools: Mapping[str, Tool]
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)
-    referenced: set[str] = field(default_factory=set)
+    messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    places: list[str] = field(default_factory=list[str])
+    referenced: set[str] = field(default_factory=set[str])
     """The names of tools in tool_reference blocks."""
-    _pending: dict[str, _PendingCall] = field(default_factory=dict)
+    _pending: dict[str, _PendingCall] = field(default_factory=dict[str, _PendingCall])
     """Calls without a result, by the id in the request."""
 
     def add_system(self, request: CountTokensRequest) -> None:
@@ -222,7 +223,7 @@ class _Translation:
 
     def _read_tool_use(self, where: str, block: Block) -> dict[str, Any]:
         id_, name = string_of(block, "id", where), string_of(block, "name", where)
-        value = block.get("input")
+        value: JsonValue = block.get("input")
         if not isinstance(value, dict):
             raise WrongParameterError("messages", f"{where}.input: give an object")
         if id_ in self._pending:

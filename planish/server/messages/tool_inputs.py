@@ -18,9 +18,11 @@ import math
 import re
 import secrets
 import zlib
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic_core import from_json
+
+from planish.wire.json_pieces import JsonValue
 
 _MARK = "__z"
 """Separates an id from the difference that it carries."""
@@ -94,12 +96,12 @@ def _decode(difference: str, value: dict[str, Any]) -> str | None:
         return None
 
 
-def _dictionary(value: Any) -> bytes:
+def _dictionary(value: JsonValue) -> bytes:
     """Return the bytes that are the same for all objects that clients make of one JSON text."""
     return json.dumps(_normalized(value), sort_keys=True).encode()
 
 
-def _normalized(value: Any) -> Any:
+def _normalized(value: JsonValue) -> JsonValue:
     """Return a JSON value with the numbers that JavaScript makes of it: 1.0 becomes 1, and integers
     of more than 53 bits become floats.
     """
@@ -117,11 +119,11 @@ def _normalized(value: Any) -> Any:
     return _without_special_numbers(value)
 
 
-def _is_large_integer(value: Any) -> bool:
+def _is_large_integer(value: JsonValue) -> TypeGuard[int]:
     return type(value) is int and abs(value) >= _EXACT_INTEGERS
 
 
-def _is_stable(value: Any) -> bool:
+def _is_stable(value: JsonValue) -> bool:
     """Return whether clients in JavaScript send a value back in the same form. They move keys that
     are numbers to the start of an object, and have floats only.
     """
@@ -134,7 +136,7 @@ def _is_stable(value: Any) -> bool:
     return not _is_large_integer(value)
 
 
-def _without_special_numbers(value: Any) -> Any:
+def _without_special_numbers(value: JsonValue) -> JsonValue:
     """Return a JSON value with null in place of NaN and infinity."""
     if isinstance(value, dict):
         return {key: _without_special_numbers(one) for key, one in value.items()}

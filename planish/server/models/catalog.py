@@ -58,9 +58,11 @@ class Models:
     _settlement: Settlement
     _settings: TenantSettings
     _make_model: MakeModel
-    _intakes: dict[str, ModelIntake] = field(default_factory=dict)
+    _intakes: dict[str, ModelIntake] = field(default_factory=dict[str, ModelIntake])
     """The open models, by id."""
-    _run_locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    _run_locks: WeakValueDictionary[str, asyncio.Lock] = field(
+        default_factory=WeakValueDictionary[str, asyncio.Lock]
+    )
 
     # Finding.
 

@@ -92,6 +92,8 @@ class OperationCheck:
                         f"sampling_session_id={sampler_id!r} has already been used; continue with "
                         "the next sequence number"
                     )
+            case _:
+                pass
 
 
 @dataclass(eq=False)
@@ -107,7 +109,7 @@ class ModelIntake:
     _missing_request_timeout: float
     _unload_seq: int | None
     """Requests from this number on are rejected, because the model is being unloaded."""
-    arriving: dict[int, asyncio.Task[Any]] = field(default_factory=dict)
+    arriving: dict[int, asyncio.Task[Any]] = field(default_factory=dict[int, asyncio.Task[Any]])
     """Requests being checked and journaled, by number."""
     _missing_since: tuple[int, float] | None = None
     """The missing number, and since when the model waits for it."""

@@ -222,6 +222,8 @@ class ModelActor:
                 self._answer_when_done(submitted).add_done_callback(lambda _: lock.release())
             case PublishSampler():
                 await self._submit_publication(request, operation)
+            case _:
+                pass
 
     async def _submit_training(
         self, request: Request, operation: ForwardBackward | OptimStep

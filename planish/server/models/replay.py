@@ -111,6 +111,8 @@ class AdapterState:
                 self.has_gradient = True
             case OptimStep():
                 self.has_gradient = False
+            case _:
+                pass
 
     def add_cost(self, operation: Operation[Any], seconds: float, body_bytes: int) -> None:
         """Count an answered request of `body_bytes` bytes."""
@@ -202,6 +204,8 @@ class Replay:
             case LoadWeights(path=path):
                 operation = replace(operation, path=private_copy_path(row.owner, row.seq, path))
                 adapter.has_gradient = False
+            case _:
+                pass
         adapter.note_gradient(operation)
         try:
             result: Any = await self._engine.perform(operation)

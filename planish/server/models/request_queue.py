@@ -97,11 +97,15 @@ class InFlight:
     being written to disk. Each is listed by its sequence number.
     """
 
-    running: dict[int, Request] = field(default_factory=dict)
+    running: dict[int, Request] = field(default_factory=dict[int, Request])
     """Requests that left the queue and have no answer yet."""
-    unwritten_answers: dict[int, asyncio.Future[None]] = field(default_factory=dict)
+    unwritten_answers: dict[int, asyncio.Future[None]] = field(
+        default_factory=dict[int, asyncio.Future[None]]
+    )
     """Answers that are not on disk yet."""
-    unsaved_samplers: dict[int, asyncio.Task[Any]] = field(default_factory=dict)
+    unsaved_samplers: dict[int, asyncio.Task[Any]] = field(
+        default_factory=dict[int, asyncio.Task[Any]]
+    )
     """Published samplers whose weights are not on disk yet."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 

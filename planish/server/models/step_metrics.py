@@ -32,8 +32,8 @@ class StepMetrics:
     """Collects the metrics of one model."""
 
     model_id: str
-    _sums: dict[str, float] = field(default_factory=dict)
-    _last: dict[str, float] = field(default_factory=dict)
+    _sums: dict[str, float] = field(default_factory=dict[str, float])
+    _last: dict[str, float] = field(default_factory=dict[str, float])
     _device_seconds: float = 0.0
     _since: float | None = None
     """When the step before was answered, or else when the first gradient was."""
@@ -49,6 +49,8 @@ class StepMetrics:
                 self._add_gradient(operation, result.metrics, seconds)
             case OptimStep():
                 return self._write_step(operation, result.metrics, seconds)
+            case _:
+                pass
         return None
 
     def _add_gradient(
@@ -68,7 +70,7 @@ class StepMetrics:
         self, operation: OptimStep, metrics: Mapping[str, float], seconds: float
     ) -> TransactionHook | None:
         now = time.monotonic()
-        row = {
+        row: dict[str, Any] = {
             **self._last,
             **self._sums,
             "grad_norm": metrics.get("grad_norm"),

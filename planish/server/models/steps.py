@@ -11,7 +11,7 @@ A step does not change the model's state.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -159,7 +159,7 @@ class Steps:
 
 
 @contextmanager
-def _client_path_in_errors(path: str | None, copy_path: str | None) -> Iterator[None]:
+def _client_path_in_errors(path: str | None, copy_path: str | None) -> Generator[None]:
     """Replace the name of the private copy in errors with the path that the client knows."""
     try:
         yield

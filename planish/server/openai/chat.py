@@ -229,7 +229,7 @@ class _ChoiceStream:
     chat: ParsedChat
     index: int
     parser: SampleParser
-    unsent_tokens: list[ScoredToken] = field(default_factory=list)
+    unsent_tokens: list[ScoredToken] = field(default_factory=list[ScoredToken])
     """The sampled tokens that no chunk contains yet."""
     has_calls: bool = False
 

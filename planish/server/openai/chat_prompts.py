@@ -22,6 +22,7 @@ from planish.server.openai.models import ServedModel
 from planish.server.openai.protocol import check_text
 from planish.server.openai.requests import ChatRequest, TokenizeRequest, Tool
 from planish.types import ModelInput
+from planish.wire.json_pieces import JsonValue
 from planish.wire.pacing import pause_if_due
 
 # Clients copy earlier answers into the conversation, including these fields. planish ignores the
@@ -95,8 +96,8 @@ def _read_images(
     num_images = 0
     read: list[Mapping[str, Any]] = []
     for index, message in enumerate(messages):
-        content = message.get("content")
-        parts = content if isinstance(content, list) else []
+        content: JsonValue = message.get("content")
+        parts: list[Any] = content if isinstance(content, list) else []
         if not any(_is_image(part) for part in parts):
             read.append(message)
             continue
@@ -130,13 +131,13 @@ def image_part(url: str, place: str) -> dict[str, Any]:
         raise WrongParameterError("messages", str(error)) from None
 
 
-def _is_image(part: Any) -> bool:
+def _is_image(part: JsonValue) -> bool:
     return isinstance(part, Mapping) and part.get("type") in ("image_url", "image")
 
 
 def _image_address(part: Mapping[str, Any], place: str) -> str:
     """Return the URL of a part with an image. Raise WrongParameterError for another form."""
-    image = part.get("image_url")
+    image: JsonValue = part.get("image_url")
     url = image.get("url") if isinstance(image, Mapping) else None
     allowed = {"type", "image_url", *_DESCRIPTIVE_FIELDS_OF_PARTS}
     if part.get("type") != "image_url" or not isinstance(url, str) or part.keys() - allowed:
@@ -191,10 +192,11 @@ def _order_of_results(messages: Sequence[Mapping[str, Any]]) -> list[int]:
 
 def _call_ids(message: Mapping[str, Any]) -> list[str]:
     """Return the ids of a message's calls; an empty list unless each call has an id of its own."""
-    calls = message.get("tool_calls")
+    calls: JsonValue = message.get("tool_calls")
     if message.get("role") != "assistant" or not isinstance(calls, list):
         return []
-    ids = [call.get("id") if isinstance(call, Mapping) else None for call in calls]
+    objects: list[JsonValue] = calls
+    ids = [call.get("id") if isinstance(call, Mapping) else None for call in objects]
     texts = [one for one in ids if isinstance(one, str) and one]
     return texts if len(set(texts)) == len(ids) else []
 
@@ -267,13 +269,13 @@ def normalize_message(original: Mapping[str, Any], index: int) -> dict[str, Any]
     return message
 
 
-def _without(element: Any, fields: Sequence[str]) -> Any:
+def _without(element: JsonValue, fields: Sequence[str]) -> JsonValue:
     if not isinstance(element, Mapping):
         return element
     return {key: value for key, value in element.items() if key not in fields}
 
 
-def _content_parts(content: Any) -> list[Any]:
+def _content_parts(content: JsonValue) -> list[Any]:
     if isinstance(content, list):
         return content
     return [{"type": "text", "text": content}] if content else []

@@ -166,7 +166,7 @@ def _choices(
             **_token_ids(completion, prompt_index, []),
         }
         return [{"index": prompt_index * n + index, **body} for index in range(n)]
-    choices = []
+    choices: list[dict[str, Any]] = []
     for index, sequence in enumerate(response.sequences):
         parser = completion.new_parser()
         parser.add_all(sequence.tokens, prompt.text_ends.get(index))
@@ -232,7 +232,7 @@ class _ChoiceStream:
     index: int
     parser: SampleParser
     scores: CompletionLogprobs
-    unsent_tokens: list[int] = field(default_factory=list)
+    unsent_tokens: list[int] = field(default_factory=list[int])
     """The sampled tokens that no chunk contains yet."""
     is_first: bool = True
     """Whether no chunk was sent yet."""

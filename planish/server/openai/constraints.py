@@ -32,6 +32,7 @@ from planish.server.openai.requests import (
     Tool,
 )
 from planish.types import Constraint
+from planish.wire.json_pieces import JsonValue
 
 _ANY_OBJECT = {"type": "object"}
 
@@ -177,7 +178,8 @@ def _from_response_format(request: GenerationRequest) -> list[AnswerConstraint]:
             return [_json_constraint("response_format", _ANY_OBJECT)]
         case JsonSchemaFormat(json_schema=named):
             return [_json_constraint("response_format", named.schema_, bool(named.strict))]
-    return []
+        case _:
+            return []
 
 
 def _from_structured_outputs(request: GenerationRequest) -> list[AnswerConstraint]:
@@ -211,7 +213,7 @@ def _from_values(
     choices: list[str] | None,
     grammar: str | None,
 ) -> list[AnswerConstraint]:
-    constraints = []
+    constraints: list[AnswerConstraint] = []
     if schema is not None:
         constraints.append(_json_constraint(parameter, _parse_schema(parameter, schema)))
     if regex is not None:
@@ -242,7 +244,7 @@ def _parse_schema(parameter: str, schema: JsonSchema) -> dict[str, Any]:
     if isinstance(schema, dict):
         return schema
     try:
-        parsed = json.loads(schema)
+        parsed: JsonValue = json.loads(schema)
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):

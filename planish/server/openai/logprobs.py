@@ -73,7 +73,7 @@ def token_text(detokenizer: Detokenizer, token: int) -> str:
 
 def chat_logprobs(detokenizer: Detokenizer, tokens: Iterable[ScoredToken]) -> dict[str, Any]:
     """Return the `logprobs` object of a chat choice."""
-    entries = []
+    entries: list[dict[str, Any]] = []
     for one in tokens:
         pause_if_due()
         top = [_chat_entry(detokenizer, *other) for other in one.top_tokens]
@@ -94,10 +94,12 @@ class CompletionLogprobs:
     detokenizer: Detokenizer
     special_ids: Container[int]
     """Tokens that are not part of a sampled text."""
-    tokens: list[str] = field(default_factory=list)
-    token_logprobs: list[float | None] = field(default_factory=list)
-    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
-    text_offset: list[int] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list[str])
+    token_logprobs: list[float | None] = field(default_factory=list[float | None])
+    top_logprobs: list[dict[str, float] | None] = field(
+        default_factory=list[dict[str, float] | None]
+    )
+    text_offset: list[int] = field(default_factory=list[int])
     """For each token, the number of characters of the choice's text before the character in which
     the token begins.
     """

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,7 +122,7 @@ class LoraAdapters:
             return options
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _counted(self) -> Generator[None]:
         """Count a request until the block ends. Raise TooManyRequests if there are too many."""
         if self._num_requests >= MAX_REQUESTS:
             raise TooManyRequests(

@@ -128,7 +128,9 @@ class _TenantSamplers:
 
     session_id: str | None = None
     num_created: int = 0
-    samplers: OrderedDict[str, tuple[float, str]] = field(default_factory=OrderedDict)
+    samplers: OrderedDict[str, tuple[float, str]] = field(
+        default_factory=OrderedDict[str, tuple[float, str]]
+    )
     """Maps a model's name to (`ServedModel.created`, id of its sampler), least recently used
     first.
     """

@@ -27,6 +27,7 @@ from planish.types import (
     SamplingParams,
 )
 from planish.wire.fields import Fields, shown
+from planish.wire.json_pieces import JsonValue
 
 R = TypeVar("R", bound="RequestBody")
 
@@ -501,7 +502,7 @@ def read_request(request_type: type[R], fields: Fields) -> R:
     return request
 
 
-def _json_types(value: Any) -> tuple[type, ...]:
+def _json_types(value: object) -> tuple[type, ...]:
     """Return the Python types that a JSON value equal to `value` may have. A comparison with == is
     not enough, because True == 1 in Python.
     """
@@ -541,12 +542,12 @@ def _locate(values: Mapping[str, Any], location: tuple[int | str, ...]) -> tuple
     and the value there.
     """
     path, depth = str(location[0]), 0
-    value = values.get(path)
+    value: JsonValue = values.get(path)
     for step in location[1:]:
         if isinstance(step, int) and isinstance(value, list) and step < len(value):
             path, value, depth = f"{path}[{step}]", value[step], depth + 1
-        elif isinstance(value, dict) and step in value:
-            path, value, depth = f"{path}.{str(step)[:100]}", value[step], depth + 1
+        elif isinstance(step, str) and isinstance(value, dict) and step in value:
+            path, value, depth = f"{path}.{step[:100]}", value[step], depth + 1
     return path, depth, value
 
 

@@ -179,9 +179,9 @@ def _decode_reasoning(encoded: str, place: str) -> str:
 class _Conversation:
     """The chat messages of the items so far."""
 
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)
-    names_by_call_id: dict[str, str] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    places: list[str] = field(default_factory=list[str])
+    names_by_call_id: dict[str, str] = field(default_factory=dict[str, str])
     """The functions of all calls so far."""
     is_assistant_open: bool = False
     """Whether the last message is the assistant's and the next item may belong to it."""

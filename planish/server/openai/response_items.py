@@ -71,9 +71,9 @@ class TextItem:
     is_encoded: bool = False
     """Whether reasoning is returned in `encrypted_content` too."""
     status: Status = "in_progress"
-    logprobs: list[Any] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list[Any])
     """The logprobs of the text's tokens."""
-    _pieces: list[str] = field(default_factory=list)
+    _pieces: list[str] = field(default_factory=list[str])
 
     def __post_init__(self) -> None:
         prefix = "msg" if self.kind is MESSAGE_TEXT else "rs"
@@ -159,7 +159,7 @@ class FunctionCallOutput:
     function: FunctionId
     call_id: str
     status: Status = "in_progress"
-    _pieces: list[str] = field(default_factory=list)
+    _pieces: list[str] = field(default_factory=list[str])
 
     def __post_init__(self) -> None:
         self.id = item_id("fc", self.sample, self.output_index)

@@ -140,7 +140,7 @@ class ResponseOutput:
             yield from self._begin(item)
         if item.is_empty:
             tokens = _without_lead(self._detokenizer, part.text, tokens)
-        logprobs = chat_logprobs(self._detokenizer, tokens)["content"] if tokens else []
+        logprobs: list[Any] = chat_logprobs(self._detokenizer, tokens)["content"] if tokens else []
         yield from item.add(part.text, logprobs)
 
 

@@ -26,6 +26,9 @@ from planish.server.openai.requests import (
     StrictModel,
     TextFormat,
 )
+from planish.wire.json_pieces import JsonValue
+
+Include = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 
 _SEND_ALL = "nothing is stored here; send the whole conversation in input"
 _NO_HOSTED_TOOLS = (
@@ -34,12 +37,12 @@ _NO_HOSTED_TOOLS = (
 _NO_FILES = "the models here read text and images; send it as input_text"
 
 
-def _rejects(remedies: Mapping[str, str]) -> Callable[[Any], Any]:
+def _rejects(remedies: Mapping[str, str]) -> Callable[[JsonValue], JsonValue]:
     """Return a validator that removes null values from an object, and rejects an object whose
     `type` has a remedy in `remedies`.
     """
 
-    def check(value: Any) -> Any:
+    def check(value: JsonValue) -> JsonValue:
         if not isinstance(value, dict):
             return value
         kind = str(value.get("type"))
@@ -165,8 +168,8 @@ class ReasoningItem(Item):
     """The reasoning before an assistant's message."""
 
     type: Literal["reasoning"]
-    summary: list[SummaryPart] = Field(default_factory=list)
-    content: list[ReasoningPart] = Field(default_factory=list)
+    summary: list[SummaryPart] = Field(default_factory=list[SummaryPart])
+    content: list[ReasoningPart] = Field(default_factory=list[ReasoningPart])
     encrypted_content: str | None = None
 
 
@@ -209,7 +212,7 @@ InputItem = Annotated[
 ]
 
 
-def _with_type(value: Any) -> Any:
+def _with_type(value: JsonValue) -> JsonValue:
     """Return an item with its type: an item with a role and without a type is a message."""
     if isinstance(value, dict) and "role" in value:
         return {"type": "message", **value}
@@ -380,9 +383,7 @@ class ResponsesRequest(Request):
     parallel_tool_calls: bool = True
     text: Annotated[TextOptions, _NULL] = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
-    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = Field(
-        default_factory=list
-    )
+    include: list[Include] = Field(default_factory=list[Include])
     top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
