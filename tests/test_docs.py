@@ -144,6 +144,28 @@ def test_every_command_of_a_recipe_is_one_that_it_takes(page):
         read_options(config_type, presets, arguments)
 
 
+def unfolded(text: str) -> str:
+    """Return a text with each of its commands on one line."""
+    return re.sub(r"\s*\\\n\s*", " ", text)
+
+
+@pytest.mark.parametrize(
+    "page", sorted((DOCS / "recipes").glob("*.md")), ids=lambda page: page.stem
+)
+def test_the_page_of_a_recipe_shows_a_recorded_run(page):
+    """It has the recorded command, the facts about the run, and its curve."""
+    measured = page.read_text().partition("\n## Measured\n")[2]
+    rows = dict(re.findall(r"^\| (\w+) \| (.+) \|$", measured, re.MULTILINE))
+    assert {"model", "machine", "steps", "time", "result"} <= rows.keys()
+    pictures = re.findall(r"!\[.+\]\((.+\.png)\)", measured)
+    assert pictures
+    assert all((page.parent / picture).is_file() for picture in pictures)
+    recorded = unfolded((DOCS / "lab" / "results.md").read_text())
+    [block] = [fence["body"] for fence in FENCE.finditer(measured) if COMMAND.search(fence["body"])]
+    for command in unfolded(block).splitlines():
+        assert command in recorded, f"docs/lab/results.md has another command than {page.name}"
+
+
 def test_pages_that_are_not_run_exist_and_have_blocks():
     for page in NOT_RUN:
         assert blocks_of((DOCS / page).read_text()), (

@@ -166,6 +166,7 @@ def test_search_finds_a_metric_and_a_method(watched_page):
     for words, address in (
         ("kl_sample_train_v2", r"h=kl_sample_train_v2"),
         ("save_weights_and_get_sampling_client", r"/api/clients/.*#planish\.TrainingClient\."),
+        ("max_tokens_per_minute", r"/(guide/team-server|operators/server)/"),
     ):
         page.goto("/")
         box = page.locator("input[aria-label=Search]")
@@ -186,10 +187,15 @@ def test_each_kind_of_page_shows_without_the_network(watched_page):
         ("/api/clients/", "Clients"),
         ("/reference/command-line/", "Command line"),
         ("/recipes/rl_basic/", "rl_basic"),
-        ("/examples/tutorial_grpo/", "GRPO"),
+        ("/guide/team-server/", "A server for a team"),
+        ("/examples/tutorial_grpo/", "Learning from rewards"),
     ):
         watched_page.goto(path)
         watched_page.wait_for_load_state("networkidle")
         assert heading in watched_page.locator("h1").first.inner_text()
         for picture in watched_page.locator("article img").all():
             assert picture.evaluate("each => each.complete && each.naturalWidth > 0")
+    # The last page is the recorded notebook: what its cells printed, and its curve.
+    article = watched_page.locator("article")
+    assert "test questions right after training: 78%" in article.inner_text()
+    assert article.locator("img").count() == 1
