@@ -165,7 +165,9 @@ def checked_backend(
     if Device(device).is_gpu:
         shapes, heads = kernel_shapes(config), head_shape(config, dtype)
         is_quantized = bool(settings.quantize or config.fp8 or config.mxfp4_experts)
-        families = supported_families(config, is_quantized=is_quantized)
+        families = supported_families(
+            config, is_quantized=is_quantized, has_experts=bool(config.num_experts)
+        )
         verdicts = check_kernels(directory, shapes, heads, device, families)
     families = [verdict.family for verdict in verdicts if verdict.passed]
     return choose_backend(config, dtype, device, settings.deterministic, families), verdicts

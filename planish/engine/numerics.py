@@ -87,6 +87,13 @@ def describe_numerics(
     `quantize`: the scheme of its weights. `measured_difference`: see `Numerics`.
     """
     replaced, tiling = backend.torch_families, backend.tiling
+    if not backend.uses_main_memory:
+        # The kernels of a GPU are checked, and so used, only if the model has work for them.
+        config = backend.config
+        if not config.num_experts:
+            replaced -= {"experts"}
+        if not (quantize or config.fp8 or config.mxfp4_experts):
+            replaced -= {"quantized"}
     # The trainer never computes in fixed tiles. So if the sampler does, their matmuls may sum in
     # different orders.
     hf = backend.config.hf

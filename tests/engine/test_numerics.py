@@ -81,6 +81,10 @@ def test_a_gpu_reports_the_families_that_passed_the_check(config):
     found = describe_numerics(choose_backend(config, HALF, GPU, None, {*FAMILIES} - {"lora"}))
     assert found.summary.startswith("bfloat16 on cuda:0, Triton kernels, torch for lora; not")
     assert found.alarm_kl == 1e-2
+    # The families without work for a model are not among the checked ones.
+    backend = choose_backend(config, HALF, GPU, None, {*FAMILIES} - {"experts", "quantized"})
+    assert describe_numerics(backend).torch_families == ()
+    assert describe_numerics(backend, "nf4").torch_families == ("quantized",)
 
 
 @pytest.mark.slow

@@ -327,11 +327,11 @@ def gpu(tmp_path, monkeypatch) -> Gpu:
 
 def test_only_families_that_support_the_model_are_checked(gpu, caplog):
     config = replace(CONFIG, score_cap=50.0)
-    capped = supported_families(config, is_quantized=False)
+    capped = supported_families(config, is_quantized=False, has_experts=False)
     assert capped == ("norms", "rope", "swiglu", "log_sum_exp", "sampling")
-    assert supported_families(config) == (*capped, "quantized")
+    assert supported_families(config) == (*capped, "quantized", "experts")
     config = replace(CONFIG, attention_sinks=True, windows=(16,) * CONFIG.num_layers)
-    assert set(supported_families(config)) == set(FAMILIES) - {"experts"}
+    assert supported_families(config) == FAMILIES
     gpu.fails = {"graphs": "wrong result: x"}
     assert gpu.passed(families=capped) == set(capped)
     assert gpu.asked[-1].families == list(capped)

@@ -41,10 +41,12 @@ _OF_GRAPH_RUNNER = ("lora", "graphs")
 """The families that only the runner of cuda_graph_runner.py uses."""
 
 
-def supported_families(config: ModelConfig, *, is_quantized: bool = True) -> tuple[str, ...]:
+def supported_families(
+    config: ModelConfig, *, is_quantized: bool = True, has_experts: bool = True
+) -> tuple[str, ...]:
     """Return the families that this model uses. torch computes the others.
 
-    `is_quantized`: whether base weights are quantized.
+    `is_quantized`: whether base weights are quantized. `has_experts`: whether the model has experts.
     """
     excluded: tuple[str, ...] = ()
     has_head_size = config.head_dim % 16 == 0 and config.head_dim <= 256
@@ -61,7 +63,7 @@ def supported_families(config: ModelConfig, *, is_quantized: bool = True) -> tup
         excluded += ("norms", "rope", "swiglu")
     if not is_quantized:
         excluded += ("quantized",)
-    if not config.num_experts:
+    if not has_experts:
         excluded += ("experts",)
     return tuple(family for family in FAMILIES if family not in excluded)
 
