@@ -107,14 +107,15 @@ def _source_text(path: Path) -> str:
 
 def _notebook_text(path: Path, pages: Path) -> str:
     """Return a recorded notebook as Markdown: texts, code, and what the code printed and drew.
-    Pictures are written below `pages`.
+    Pictures are written below `pages`. The import of marimo, which shows the texts in the notebook,
+    is left out.
     """
     parts = []
     for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             parts.append(_for_zensical(source))
-        elif source.strip():
+        elif source.strip() not in ("", "import marimo as mo"):
             parts.append(f"```python\n{source}\n```")
             for output in cell["outputs"]:
                 data = output.get("data", {})

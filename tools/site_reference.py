@@ -82,6 +82,7 @@ API_PAGES: Mapping[str, ApiPage] = {
             "planish.training.rl_config",
             "planish.training.run_options",
             "planish.training.learning_rates",
+            "planish.files.read_rows",
             "planish.runlog.checkpoints",
             "planish.runlog.curves",
             "planish.runlog.evaluators",
