@@ -35,6 +35,9 @@ from planish.types import Checkpoint, GetServerCapabilitiesResponse
 
 R = TypeVar("R")
 
+SAVES = (SaveWeights, SaveWeightsForSampler)
+"""The operations that a program waits for when it ends."""
+
 
 @dataclass(frozen=True)
 class _Call:
@@ -250,15 +253,18 @@ class _Calls:
             self._thread.join()
 
     def _stop_at_exit(self) -> None:
-        kinds = SaveWeights | SaveWeightsForSampler
         saves = [
             call.future
             for call in list(self._open_calls.values())
-            if isinstance(call.operation, kinds)
+            if isinstance(call.operation, SAVES)
         ]
         try:
             wait_for_saves(saves)
         finally:
+            # The end of the process is no loss any more.
+            self._closed_error = EngineClosedError(
+                "the program ended before this operation was done"
+            )
             self._link.end()
 
     def _deliver(self) -> None:

@@ -26,9 +26,10 @@ from planish.engine.replication import (
 from planish.errors import EngineClosedError, UserError
 from planish.fleet.futures import RemoteFuture, copy_outcome
 from planish.fleet.link import ReplicaLostError
+from planish.fleet.remote_engine import SAVES
 from planish.fleet.replica import Replica, SharedVersion
 from planish.fleet.replica_set import ReplicaSet
-from planish.processes.background import BackgroundThread
+from planish.processes.background import BackgroundThread, wait_for_saves
 from planish.service import (
     DeferredForwardBackward,
     ForwardBackward,
@@ -144,7 +145,9 @@ class FleetModel:
             step = Step(operation, rows)
             self._steps.append(step)
             if len(self._steps) == 1:
-                BackgroundThread(self._run, "planish-model", exit_seconds=0.0)
+                BackgroundThread(
+                    self._run, "planish-model", stop=self._stop_at_exit, exit_seconds=0.0
+                )
         return step.future
 
     def export(self) -> Future[SharedVersion]:
@@ -230,6 +233,11 @@ class FleetModel:
             shared.set_result(self._share(source.result()))
         except BaseException as error:
             shared.set_exception(error)
+
+    def _stop_at_exit(self) -> None:
+        wait_for_saves(
+            [step.future for step in list(self._steps) if isinstance(step.operation, SAVES)]
+        )
 
     def _run(self) -> None:
         """Run the queued operations, until there are none."""

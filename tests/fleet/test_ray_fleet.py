@@ -4,6 +4,9 @@ import io
 import os
 import signal
 import socket
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -258,3 +261,24 @@ def test_an_address_where_no_ray_answers_is_an_error(monkeypatch):
             ray_link.join_cluster(address)
     with pytest.raises(UserError, match="ray='here': give 'auto' or HOST:PORT"):
         ray_link.join_cluster("here")
+
+
+def test_a_program_that_ends_saves_checkpoints_that_wait_for_steps(model_dir, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        from planish import Datum, ModelInput, ServiceClient
+        client = ServiceClient(models={{"tiny": {str(model_dir)!r}}}, data_dir={str(tmp_path)!r},
+                               dtype="float32", micro_batch_tokens=200, replicas=2)
+        training_client = client.create_lora_training_client("tiny", rank=4, seed=1)
+        datum = Datum(ModelInput.from_ints([1] * 100), {{"target_tokens": [2] * 100}})
+        for _ in range(10):
+            training_client.forward_backward([datum] * 8, "cross_entropy")
+        training_client.save_state("last")
+        """)
+    )
+    result = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=WAIT, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len(list(tmp_path.glob("*/weights/last"))) == 1
