@@ -92,16 +92,26 @@ def test_the_second_script_of_the_readme_trains_on_a_custom_reward(workplace):
     assert all("env/all/reward/total" in row for row in rows)
 
 
+SENDING_CONTROL_C = """
+import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sending = [1]
+
+
+def send():
+    sending.clear()
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+"""
+
+
 @pytest.mark.slow
 def test_control_c_in_the_second_script_of_the_readme_ends_without_a_traceback(workplace):
     [_, script] = scripts_of_the_readme()
-    # The reward function sends the signal, in the middle of the first step.
-    script = script.replace(
-        "    return -abs", "    os.kill(os.getpid(), signal.SIGINT)\n    return -abs"
-    )
-    script = (
-        "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n" + script
-    )
+    # The reward function sends one signal, in the middle of the first step.
+    script = script.replace("    return -abs", "    send() if sending else None\n    return -abs")
+    script = SENDING_CONTROL_C + script
     (workplace / "stopped.py").write_text(script.replace("runs/lengths", "runs/stopped"))
     (workplace / "questions.jsonl").write_text('{"prompt": "The sea", "length": 60}\n' * 32)
     done = start(workplace, "stopped.py")

@@ -117,7 +117,7 @@ def test_a_sweep_runs_what_failed_or_was_interrupted_again_and_nothing_twice(
     home = planish_home(tmp_path / "home")
     (tmp_path / "my_rules.py").write_text(RULES)
     options = [
-        *("sweep", "math_rl", "env=arithmetic", "advantage=mean,my_rules:interrupting"),
+        *("sweep", "math_rl", "env=arithmetic", "advantage=my_rules:interrupting,mean"),
         *("max_steps=3", "batch_size=2", "group_size=2", "max_tokens=4", "lora_rank=4"),
         *("eval_every=0", "save_every=1"),
     ]
@@ -138,12 +138,12 @@ def test_a_sweep_runs_what_failed_or_was_interrupted_again_and_nothing_twice(
             },
         )
 
-    first, second = "advantage=mean", "advantage=my_rules_interrupting"
+    first, second = "advantage=my_rules_interrupting", "advantage=mean"
     (tmp_path / "fail").touch()
     failed = start()
     assert failed.returncode == 1
     assert "in advantage=my_rules:interrupting" in failed.stderr
-    assert f"not finished: {second}; the same command runs only these again" in failed.stderr
+    assert f"not finished: {first}; the same command runs only these again" in failed.stderr
 
     (tmp_path / "fail").unlink()
     (tmp_path / "interrupt").touch()
@@ -154,24 +154,20 @@ def test_a_sweep_runs_what_failed_or_was_interrupted_again_and_nothing_twice(
     directory = tmp_path / "runs" / "sweep-math_rl"
     rows = read_rows(directory / sweep.RECORD)
     assert [(row["run"], row["status"]) for row in rows] == [
-        (first, 0),
-        (second, 1),
-        (second, 130),
+        (first, 1),
+        (second, 0),
+        (first, 130),
     ]
-    assert len(read_rows(directory / second / "metrics.jsonl")) < 3
+    assert len(read_rows(directory / first / "metrics.jsonl")) < 3
 
     done = start()
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"run 1 of 2: {first}: finished before" in done.stdout
+    assert f"run 2 of 2: {second}: finished before" in done.stdout
     assert len(read_rows(directory / sweep.RECORD)) == 4
     for name in (first, second):
         assert [row["step"] for row in read_rows(directory / name / "metrics.jsonl")] == [0, 1, 2]
     table = [line.split() for line in done.stdout.splitlines() if line.endswith("finished")]
-    assert [row[:2] for row in table] == [["mean", "3"], ["my_rules:interrupting", "3"]]
+    assert [row[:2] for row in table] == [["my_rules:interrupting", "3"], ["mean", "3"]]
     page = (directory / sweep.PAGE).read_text()
     assert first in page
     assert second in page
-
-    again = start()
-    assert again.returncode == 0
-    assert again.stdout.count("finished before") == 2
