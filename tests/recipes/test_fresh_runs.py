@@ -14,6 +14,7 @@ import pytest
 from planish import ServiceClient
 from planish.files import read_rows
 from planish.recipes.training_run import read_options
+from planish.testing_vision import tiny_vision_model
 
 RECIPES = Path(__file__).parents[2] / "planish" / "recipes"
 ONE_STEP = ("eval_every=0", "save_every=0", "max_steps=1")
@@ -24,6 +25,7 @@ RUNS: dict[str, Sequence[str]] = {
     "calculator": (*ONE_STEP, *FOUR),
     "chat_sl": (*ONE_STEP, "dataset={chats}", "batch_size=2"),
     "code_rl": (*ONE_STEP, *FOUR),
+    "count_shapes": (*ONE_STEP, *FOUR),
     "dpo": (*ONE_STEP, "batch_size=2"),
     "guess_number": (*ONE_STEP, *FOUR),
     "math_rl": (*ONE_STEP, *FOUR),
@@ -52,8 +54,8 @@ MARKS = {
     "verifiers_rl": [pytest.mark.filterwarnings("default")],  # its dependencies warn
 }
 CASES = [pytest.param(name, marks=MARKS.get(name, [])) for name in RUNS]
-NOT_TRAINED = {"demo", "rubric_judge"}
-"""Programs that train and have none of these options."""
+NOT_TRAINED = {"demo", "rubric_judge", "shape_rows"}
+"""Programs without these options."""
 
 
 def options_class(recipe: Any) -> Any:
@@ -95,6 +97,8 @@ def test_one_step_without_evaluations_and_without_the_head(
         pytest.importorskip(NEEDED[name], reason="make test-extras runs it")
         monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "rl"))
     monkeypatch.setenv("PLANISH_DATA", str(tmp_path / "checkpoints"))
+    if name == "count_shapes":
+        small_model = tiny_vision_model(tmp_path / "vision")
     recipe = importlib.import_module(f"planish.recipes.{name}")
     values = {"model": small_model, **vars(data)}
     arguments = [argument.format(**values) for argument in RUNS[name]]
