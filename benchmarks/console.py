@@ -19,7 +19,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / path) for path in ("tests", "tests/console", "tests/rl")]
 
-from sample_runs import advantages_of, questions_of_step, rl_metrics  # noqa: E402
+from sample_runs import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+    advantages_of,
+    questions_of_step,
+    rl_metrics,
+)
 
 from planish.console.answers import Answers, Parameters  # noqa: E402
 from planish.console.catalog import Catalog  # noqa: E402
@@ -86,17 +90,18 @@ def slowdown(directory: Path) -> list[float]:
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None
+        assert stdout is not None
 
         def seconds(is_read: bool) -> float:
             done = threading.Event()
             reader = threading.Thread(target=read_until, args=(directory, done))
             if is_read:
                 reader.start()
-            process.stdin.write("\n")
-            process.stdin.flush()
-            result = float(process.stdout.readline())
+            stdin.write("\n")
+            stdin.flush()
+            result = float(stdout.readline())
             done.set()
             if is_read:
                 reader.join()
@@ -104,7 +109,7 @@ def slowdown(directory: Path) -> list[float]:
 
         seconds(False)
         ratios = [seconds(True) / seconds(False) for _ in range(PAIRS)]
-        process.stdin.close()
+        stdin.close()
     return ratios
 
 

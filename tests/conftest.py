@@ -19,8 +19,10 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         action="store_true",
         help="with --dist each: each process collects and runs only its share of the test files",
     )
-    options = pluginmanager.get_plugin("pytestconfig").known_args_namespace
-    if "PYTEST_XDIST_WORKER" in os.environ or not getattr(options, "numprocesses", None):
+    config = pluginmanager.get_plugin("pytestconfig")
+    assert isinstance(config, pytest.Config)
+    processes = getattr(config.known_args_namespace, "numprocesses", None)
+    if "PYTEST_XDIST_WORKER" in os.environ or not processes:
         # Now, because the conftest.py of a directory may import Triton. The process that only
         # shares out the tests does without torch, whose import takes seconds.
         pluginmanager.import_plugin("each_process")

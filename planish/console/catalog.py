@@ -15,7 +15,7 @@ from planish.runlog.run_directory import CHECKPOINTS, METRICS
 _MAX_DEPTH = 4
 _MAX_RUNS = 2000
 _SCAN_SECONDS = 3.0
-_MAX_READ_BYTES = 16 << 20
+_MAX_READ_BYTES = 8 << 20
 """How much of a metrics file one request reads. It takes a few tenths of a second."""
 _RUN_FILES = (METRICS, CHECKPOINTS)
 PLACE_OPTIONS = frozenset(

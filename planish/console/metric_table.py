@@ -81,8 +81,9 @@ class MetricTable:
         if not _are_numbers(steps) or not all(map(math.isfinite, steps)):
             return False
         self._note_steps(steps)
+        numbers = array("d", steps)  # converted once: an array is extended by an array at once
         for name, values in zip(names, columns, strict=True):
-            self._add_column(name, steps, values)
+            self._add_column(name, numbers, values)
         return True
 
     def _add_row(self, row: Row) -> None:

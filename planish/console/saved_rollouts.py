@@ -31,7 +31,7 @@ def saved_rollouts(reader: RunReader, num_runs: int) -> Row:
         return {
             "path": short_path(reader.path),
             "total": len(live),
-            "rollouts": [with_texts(reader, table.row(live[index])) for index in chosen],
+            "rollouts": [with_texts(reader, table.row(row)) for row in live[chosen]],
         }
 
 

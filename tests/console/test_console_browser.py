@@ -390,6 +390,9 @@ def test_every_view_fits_a_phone(browser, url):
         found.page.goto(f"{url}/{view}?run={FIRST}&split=train&step=12&group=1" if view else url)
         expect(found.page.locator("main :is(h1, canvas, .notice)").first).to_be_visible()
         assert found.page.evaluate("document.documentElement.scrollWidth") <= 390, view
+    found.page.goto(f"{url}/evaluations?run={FIRST}&run={SECOND}")
+    expect(found.page.locator("h1")).to_have_text("Evaluations of 2 runs")
+    assert found.page.evaluate("document.documentElement.scrollWidth") <= 390
     found.close()
 
 
