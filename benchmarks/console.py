@@ -35,13 +35,14 @@ from planish.tokenizer import load_tokenizer  # noqa: E402
 ROWS, PAIRS, STEPS = 100_000, 8, 40
 METRICS = ("env/all/reward/total", "env/all/correct", "optim/entropy", "optim/grad_norm")
 WRITER = """
-import sys, time
+import shutil, sys, time
 sys.path += sys.argv[2:]
 from pathlib import Path
 from sample_runs import write_run
 from planish.tokenizer import load_tokenizer
 tokenizer = load_tokenizer(Path(sys.argv[1]).parent / "tokenizer")
 for _ in sys.stdin:
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
     start = time.perf_counter()
     write_run(Path(sys.argv[1]), tokenizer, steps=%d)
     print(time.perf_counter() - start, flush=True)
@@ -128,6 +129,7 @@ def read_until(directory: Path, done: threading.Event) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
+        (directory / "tokenizer").mkdir()
         tokenizer = load_tokenizer(save_byte_tokenizer(directory / "tokenizer"))
         first, whole = open_long_run(directory / "runs")
         print(f"{ROWS} rows: first curves after {first:.2f} s, all rows after {whole:.2f} s")
