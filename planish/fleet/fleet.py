@@ -158,11 +158,11 @@ class Fleet:
         try:
             return model.submit(operation)
         except ReplicaLostError:  # the model is gone already
+            model.drop_export()
             return _done()
         finally:
             with self._lock:
                 model.home.num_models -= 1
-            model.drop_export()
 
     def _create_model(self, operation: CreateModel) -> Future[Any]:
         if operation.model_id in self._models:

@@ -15,7 +15,8 @@ from planish.fleet.link import EngineOptions
 from planish.fleet.ray_link import (
     RayLink,
     Resources,
-    cluster_devices,
+    free_devices,
+    has_gpus,
     import_ray,
     join_cluster,
     leave_cluster,
@@ -68,12 +69,8 @@ class FleetPlan:
         }
 
 
-def plan_fleet(device: str, replicas: int | None, ray: str | None) -> FleetPlan:
-    """Return the plan of a fleet on this machine, or on the cluster at the address `ray`.
-
-    `replicas` is the number of replicas, by default one for each GPU of the cluster, or without
-    GPUs one for each machine. Raise UserError if there are not enough devices.
-    """
+def check_replicas(device: str, replicas: int | None) -> None:
+    """Raise UserError for an invalid number of replicas, or for a device that they would share."""
     if replicas is not None and (
         isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1
     ):
@@ -83,23 +80,32 @@ def plan_fleet(device: str, replicas: int | None, ray: str | None) -> FleetPlan:
             f"device={device!r} is one GPU, and each replica has its own; give 'auto', 'cpu' or "
             "'cuda'"
         )
+
+
+def plan_fleet(device: str, replicas: int | None, ray: str | None) -> FleetPlan:
+    """Return the plan of a fleet on this machine, or on the cluster at the address `ray`.
+
+    `replicas` is the number of replicas, by default one for each GPU of the cluster, or without
+    GPUs one for each machine. Raise UserError if there are not enough devices.
+    """
+    check_replicas(device, replicas)
     import_ray()
     is_own_cluster = False
     if ray is not None:
         is_own_cluster = join_cluster(ray)
-        gpus, cpus = cluster_devices("GPU"), cluster_devices("CPU")
-        default = gpus if gpus and device != "cpu" else num_machines()
+        uses_gpus = has_gpus() and device != "cpu"
+        gpus, cpus = free_devices("GPU"), free_devices("CPU")
+        default = max(1, gpus) if uses_gpus else num_machines()
     else:
-        is_gpu = Device(choose_device(device)).is_gpu
-        gpus, cpus = torch.cuda.device_count() if is_gpu else 0, usable_cpus()
+        uses_gpus = Device(choose_device(device)).is_gpu
+        gpus, cpus = torch.cuda.device_count() if uses_gpus else 0, usable_cpus()
         default = 1
     count = default if replicas is None else replicas
-    uses_gpus = bool(gpus) and device != "cpu"
-    if device == "cuda" and not gpus:
+    if device == "cuda" and not uses_gpus:
         raise UserError("device='cuda': the cluster has no GPU; give 'auto' or 'cpu'")
     num_devices, kind = (gpus, "GPUs") if uses_gpus else (cpus, "CPUs")
     if count > num_devices:
-        where = "this machine has" if ray is None else "the cluster has"
+        where = "this machine has" if ray is None else "free in the cluster are"
         raise UserError(
             f"replicas={count}: each replica needs a device of its own, and {where} {num_devices} "
             f"{kind}; give at most {num_devices}"

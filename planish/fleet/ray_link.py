@@ -220,9 +220,16 @@ def leave_cluster() -> None:
     import_ray().shutdown()
 
 
-def cluster_devices(kind: str) -> int:
-    """Return the number of devices of the cluster: of "GPU" or "CPU"."""
-    return int(import_ray().cluster_resources().get(kind, 0))
+def has_gpus() -> bool:
+    """Return whether the cluster has GPUs."""
+    return import_ray().cluster_resources().get("GPU", 0) >= 1
+
+
+def free_devices(kind: str) -> int:
+    """Return the number of free devices of the cluster: of "GPU" or "CPU". Ray would let a replica
+    wait for a device that another program occupies.
+    """
+    return int(import_ray().available_resources().get(kind, 0))
 
 
 def num_machines() -> int:

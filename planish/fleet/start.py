@@ -10,7 +10,7 @@ from planish.engine.checkpoints.store import data_directory
 from planish.engine.settings import EngineSettings
 from planish.fleet.fleet import Fleet
 from planish.fleet.link import EngineOptions
-from planish.fleet.plan import plan_fleet
+from planish.fleet.plan import check_replicas, plan_fleet
 from planish.fleet.process import ProcessLink
 from planish.fleet.remote_engine import RemoteEngine
 from planish.model.sources import checked_mapping
@@ -33,8 +33,10 @@ def start_fleet(
     """Start a fleet on Ray. Raise UserError before any replica starts, if an option is invalid.
     See `plan_fleet`.
     """
+    device = settings.get("device", "auto")
+    check_replicas(device, replicas)
     options = checked_options(models, data_dir, settings)
-    return plan_fleet(settings.get("device", "auto"), replicas, ray).start(options)
+    return plan_fleet(device, replicas, ray).start(options)
 
 
 def checked_options(

@@ -174,7 +174,7 @@ class FleetModel:
         )
 
     def drop_export(self) -> None:
-        """Forget the exported weights, because the model is unloaded."""
+        """Forget the exported weights of a model that is lost."""
         with self._lock:
             self._forget_export()
 
@@ -196,11 +196,11 @@ class FleetModel:
 
     def _submit_home(self, operation: Operation[Any]) -> Future[Any]:
         """Submit an operation to the home replica. The caller has the lock."""
+        if isinstance(operation, OptimStep | LoadWeights | UnloadModel):
+            self._forget_export()
         self._check()
         if isinstance(operation, ExportWeights):
             return self._export_home(operation)
-        if isinstance(operation, OptimStep | LoadWeights):
-            self._forget_export()
         future = self.home.engine.submit(operation)
         if isinstance(operation, SaveWeights):
             future.add_done_callback(self._note_checkpoint)

@@ -59,6 +59,8 @@ class EngineClient:
         self.base_models = tuple(base_models)
         engine.administration.keep_expired_checkpoints()
         self._engine, self._administration = engine, engine.administration
+        self.checks_inline = engine.checks_inline
+        """Whether the event loop may call `check_sample_inline`."""
         self._data_dir_pattern = re.compile(rf"{re.escape(str(data_dir))}(/|(?![\w.-]))")
         # There are two pools, so that a call that loads a model or reads a disk cannot delay the
         # submission of other operations.
@@ -118,11 +120,6 @@ class EngineClient:
     async def perform(self, operation: Operation[R]) -> R:
         """Queue an operation, and wait for its result."""
         return await (await self.submit(operation))
-
-    @property
-    def checks_inline(self) -> bool:
-        """Whether the event loop may call `check_sample_inline`."""
-        return self._engine.checks_inline
 
     def check_sample_inline(self, base_model: str, operation: Sample) -> None:
         """Raise ValueError if the sample request is invalid for every sampler of the base model.

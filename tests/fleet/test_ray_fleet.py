@@ -1,6 +1,5 @@
 """Fleets of one, two and three replicas on a real Ray cluster of this machine."""
 
-import io
 import os
 import signal
 import socket
@@ -8,7 +7,8 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,11 +22,9 @@ from short_datum import STEP, datum
 from planish import EngineClosedError, ModelInput, SamplingParams, ServiceClient, UserError
 from planish.engine.replication import ExportWeights
 from planish.fleet.fleet import Fleet
-from planish.fleet.ray_link import leave_cluster, start_cluster
+from planish.fleet.ray_link import import_ray, leave_cluster, start_cluster
 from planish.fleet.remote_engine import RemoteEngine
-from planish.service import PublishSampler, Sample, UnloadModel
-from planish.testing_vision import tiny_vision_model
-from planish.types import EncodedTextChunk, ImageChunk
+from planish.service import UnloadModel
 
 pytestmark = [
     pytest.mark.slow,
@@ -156,13 +154,15 @@ def train(client: ServiceClient) -> tuple[Any, list[Any]]:
 
 def test_steps_that_are_queued_when_a_model_is_unloaded_finish(two_replicas):
     client = ServiceClient(service=two_replicas)
-    expected = [future.result(WAIT).metrics for future in train(client)[1]]
+    kept, futures = train(client)
+    expected = [future.result(WAIT).metrics for future in futures]
     training_client, futures = train(client)
     unloaded = two_replicas.submit(UnloadModel(training_client.model_id))
     assert [future.result(WAIT).metrics for future in futures] == expected
     unloaded.result(WAIT)
     with pytest.raises(UserError, match="there is no such model, or it was unloaded"):
         training_client.forward_backward([datum()], "cross_entropy")
+    assert kept.model_id != training_client.model_id
 
 
 def test_a_step_exports_its_weights_once_and_reads_its_data_once_at_home(two_replicas, monkeypatch):
@@ -189,47 +189,36 @@ def test_a_step_exports_its_weights_once_and_reads_its_data_once_at_home(two_rep
     assert called.count("micro_batch_rows") == 2
 
 
-def test_a_sample_that_waits_for_its_weights_is_checked_although_a_replica_is_lost(
-    model_dir, tmp_path
-):
-    fleet = ray_fleet(model_dir, tmp_path, 2)
-    client = ServiceClient(service=fleet)
-    try:
-        models = [client.create_lora_training_client("tiny", rank=4, seed=n) for n in (1, 2)]
-        first, home = fleet.replicas.replicas
-        assert home.num_models == 1
-        os.kill(pid_of(home), signal.SIGSTOP)  # so that its weights cannot be exported yet
-        fleet.submit(PublishSampler(models[1].model_id, "waiting"))
-        os.kill(pid_of(first), signal.SIGKILL)
-        with ThreadPoolExecutor() as threads:
-            sample = Sample("waiting", ModelInput.from_ints([1, 2, 3]), 1, PARAMS)
-            submitted = threads.submit(fleet.submit, sample)
-            while not first.is_lost:
-                assert not wait([submitted], 0.05).done or submitted.exception() is None
-            os.kill(pid_of(home), signal.SIGCONT)
-            assert len(submitted.result(WAIT).result(WAIT).sequences[0].tokens) == 200
-    finally:
-        fleet.close(finish=False)
-
-
-def test_image_prompts_are_sampled(two_replicas, tmp_path):
-    pytest.importorskip("PIL")
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.new("RGB", (64, 48), "red").save(file, "PNG")
-    chunks = [EncodedTextChunk([1, 2]), ImageChunk(file.getvalue(), "png"), EncodedTextChunk([3])]
-    name = str(tiny_vision_model(tmp_path / "vision"))
-    params = SamplingParams(max_tokens=8, seed=1, stop=[])
-    with ServiceClient(data_dir=tmp_path / "own", **SETTINGS) as own:
-        found = [
-            client.create_sampling_client(base_model=name)
-            .sample(ModelInput(chunks), 2, params)
-            .result(WAIT)
-            .sequences
-            for client in (own, ServiceClient(service=two_replicas))
-        ]
-    assert [s.tokens for s in found[0]] == [s.tokens for s in found[1]]
+def test_a_program_joins_a_running_cluster(model_dir, tmp_path, undisturbed):
+    """It uses the free devices. More replicas than those are an error, not a wait."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from fleet_runs import SETTINGS, run_grpo
+from planish import ServiceClient, UserError
+arguments = dict(models={{"tiny": {str(model_dir)!r}}}, data_dir={str(tmp_path)!r}, **SETTINGS)
+with ServiceClient(ray="auto", replicas=2, **arguments) as client:
+    print(run_grpo(client, 2)[0])
+try:
+    ServiceClient(ray="auto", replicas=7, **arguments)
+except UserError as error:
+    print(error)
+"""
+    )
+    address = import_ray().get_runtime_context().gcs_address
+    result = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=WAIT,
+        check=False,
+        env={**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    first_step, error = result.stdout.splitlines()
+    assert first_step == repr(undisturbed[0])
+    assert "replicas=7: each replica needs a device of its own, and free in the cluster" in error
 
 
 def test_bad_input_is_an_error_before_a_replica_starts(model_dir, tmp_path):

@@ -186,6 +186,7 @@ def test_systemd_is_told_the_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 async def test_a_fault_is_noted_when_a_submission_meets_it(tmp_path: Path):
     class Faulty:
         administration = SimpleNamespace(keep_expired_checkpoints=lambda: None)
+        checks_inline = True
 
         def submit(self, operation: object) -> object:
             raise EngineClosedError("a fault while nothing ran")
