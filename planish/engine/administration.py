@@ -61,7 +61,7 @@ class Administration:
         keep_metadata: bool = True,
     ) -> None:
         """Copy a checkpoint to another tinker:// path, with hard links where possible."""
-        metadata = None if keep_metadata else {}
+        metadata: dict[str, str] | None = None if keep_metadata else {}
         self._store.copy(
             CheckpointPath.parse(source),
             SaveRequest(CheckpointPath.parse(destination), ttl_seconds, overwrite, metadata),

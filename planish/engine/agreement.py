@@ -114,7 +114,8 @@ def _difference(decoder: BaseDecoder, sampler: Sampler, trainer: Trainer) -> flo
     while sampler.busy:
         sampler.step()
     sampler.evict_prefixes("agreement")
-    data, sampled = [], []
+    data: list[Datum] = []
+    sampled: list[np.ndarray] = []
     for prompt, future in zip(prompts, futures, strict=True):
         for sequence in future.result().sequences:
             pad = [0] * (prompt.length - 1)

@@ -5,6 +5,8 @@ of one directory share the weights. The caller waits while a model is loaded. So
 be loaded, the call that named it raises the error.
 """
 
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import logging
@@ -219,7 +221,9 @@ def _use_expandable_segments() -> None:
     configured = os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
     if not configured and not is_wsl():
         # Setting these variables now has no effect, because torch reads them at import.
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings(  # pyright: ignore[reportPrivateUsage]
+            "expandable_segments:True"
+        )
 
 
 def is_wsl(release: Path = Path("/proc/sys/kernel/osrelease")) -> bool:

@@ -131,7 +131,8 @@ class EngineThread:
 
     def stack(self) -> str:
         """Return the stack of the thread, for the log of a thread that hangs."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        frame = frames.get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)) if frame is not None else "it has ended"
 
     def close(self, finish: bool) -> None:
@@ -365,5 +366,7 @@ def _record_cancellation(queued: QueuedTraining) -> None:
             adds_gradient = not queued.operation.forward_only
         case QueuedDeferredForwardBackward():
             adds_gradient = True
+        case _:
+            pass
     if adds_gradient and queued.model.adapter is not None:
         queued.model.adapter.reject_next_step(UserError("the forward_backward was cancelled"))

@@ -481,7 +481,7 @@ def main_memory_bytes() -> int | None:
 
     Return None if the system does not report it.
     """
-    limits = []
+    limits: list[int] = []
     with suppress(ValueError, OSError, AttributeError):  # not every system supports sysconf
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     with suppress(OSError):
@@ -497,7 +497,7 @@ def _control_group_limits(root: Path, membership: str) -> list[int]:
     `root`: the mount point of cgroups. `membership`: the content of /proc/self/cgroup. The value
     "max" means no limit.
     """
-    limits = []
+    limits: list[int] = []
     for line in membership.splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers not in ("", "memory"):

@@ -165,7 +165,10 @@ class Preparation:
                     op.sampler_id, added.model.base, added.model.base_model, None
                 )
                 return QueuedSamplerCreation(op, future, session, added)
-        raise TypeError(f"operation is a {type(op).__name__}, which the engine does not support")
+            case _:
+                raise TypeError(
+                    f"operation is a {type(op).__name__}, which the engine does not support"
+                )
 
     def add_version(self, version: AdapterVersion) -> None:
         """Make a version known, for `CreateVersionSampler` and `ComputePart`."""

@@ -5,6 +5,8 @@ of its weights. A version is named by the hash of its content and never changes,
 sample from, or train on, other weights than those that an operation names.
 """
 
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import hashlib
@@ -124,7 +126,7 @@ class ComputePart(Operation[SentPart]):
     data: Sequence[Datum]
     loss_fn: str
     micro_batches: range
-    loss_fn_config: Mapping[str, float] = field(default_factory=dict)
+    loss_fn_config: Mapping[str, float] = field(default_factory=dict[str, float])
     forward_only: bool = False
     model_id: str | None = None
     version: str | None = None

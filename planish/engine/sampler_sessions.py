@@ -42,6 +42,8 @@ class SamplerSessions:
                 session.is_released = True
                 self.drop_unused()
                 queued.future.set_result(None)
+            case _:
+                pass
 
     def _create_sampler(self, queued: QueuedSamplerCreation) -> None:
         """Load the weights of a sampler, and start the requests that waited for it."""

@@ -3,6 +3,8 @@
 All values are checked before anything is loaded.
 """
 
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import logging
@@ -209,5 +211,9 @@ def kernel_shapes(config: ModelConfig) -> dict[str, int]:
 
 def _cpu_multiplies_bfloat16() -> bool:
     # The oldest supported torch does not have the public torch.cpu.get_capabilities.
-    has_instructions = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    return has_instructions or matmul.supports_bf16_matmul()
+    cpu = torch.cpu
+    return (
+        cpu._is_amx_tile_supported()  # pyright: ignore[reportPrivateUsage]
+        or cpu._is_avx512_bf16_supported()  # pyright: ignore[reportPrivateUsage]
+        or matmul.supports_bf16_matmul()
+    )

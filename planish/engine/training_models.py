@@ -46,7 +46,7 @@ class TrainingModel:
     """The LoRA adapter. None until the model is created, and after it is unloaded."""
     failure: str | None = None
     """Why the model will never have an adapter again: its creation failed, or it was unloaded."""
-    queue: deque[QueuedTraining] = field(default_factory=deque)
+    queue: deque[QueuedTraining] = field(default_factory=lambda: deque())
     key: object = field(default_factory=object)
     """A unique object that stands for this model in the versions of its weights. The `model_id` is
     not unique, because it may be reused after an unload.
@@ -101,9 +101,9 @@ class SamplerSession:
     """
     failure: str | None = None
     """Why the creation of the sampler failed."""
-    waiting_requests: list[QueuedSample] = field(default_factory=list)
+    waiting_requests: list[QueuedSample] = field(default_factory=lambda: [])
     """The requests that arrived before the sampler was ready."""
-    running_futures: set[Future[Any]] = field(default_factory=set)
+    running_futures: set[Future[Any]] = field(default_factory=set[Future[Any]])
     """The futures of requests without a response. A callback removes each future when the future is
     done, in the thread that completes or cancels it.
     """

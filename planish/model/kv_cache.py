@@ -521,14 +521,15 @@ class KVPools:
         self.spec = spec
         self._pool_factory = pool_factory
         self._budget = budget or KVBudget()
-        self._pools: dict[int, KVPool] = {}
+        self.pools: dict[int, KVPool] = {}
+        """The pools by the capacity of their slots."""
 
     def pool_for(self, capacity: int) -> KVPool:
         """Return the pool whose slots have this capacity, creating it if necessary."""
-        if capacity not in self._pools:
-            self._pools[capacity] = self._pool_factory(self.spec, capacity)
-            self._budget.pools.append(self._pools[capacity])
-        return self._pools[capacity]
+        if capacity not in self.pools:
+            self.pools[capacity] = self._pool_factory(self.spec, capacity)
+            self._budget.pools.append(self.pools[capacity])
+        return self.pools[capacity]
 
     def ensure_free_slots(self, capacities: Iterable[int]) -> None:
         """Allocate one additional slot for each of these capacities (which may repeat)."""
@@ -546,13 +547,13 @@ class KVPools:
         Any multiple of SPAN can be a capacity, so a long-lived server would otherwise collect
         hundreds of empty pools.
         """
-        for capacity, pool in list(self._pools.items()):
+        for capacity, pool in list(self.pools.items()):
             if not pool.num_slots:
-                del self._pools[capacity]
+                del self.pools[capacity]
                 self._budget.pools.remove(pool)
 
     def pools_in_use(self) -> list[KVPool]:
         """Return the pools that have an owner, in the order of their capacity."""
         return [
-            self._pools[capacity] for capacity in sorted(self._pools) if len(self._pools[capacity])
+            self.pools[capacity] for capacity in sorted(self.pools) if len(self.pools[capacity])
         ]

@@ -71,8 +71,8 @@ class Manifest:
     step: int
     time: datetime
     expires_at: datetime | None = None
-    user_metadata: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, StoredFile] = field(default_factory=dict)
+    user_metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+    files: Mapping[str, StoredFile] = field(default_factory=dict[str, StoredFile])
     quantize: str | None = None
     """The quantization scheme of the base weights; None if they were not quantized."""
 
@@ -119,7 +119,7 @@ def write_tensors(
     `state`: the result of `Adapter.state()`. Raises StorageError if a tensor file cannot be
     written, and OSError for other disk errors.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
     views = layout.views(state["master"].cpu())
     matrices = {
@@ -175,7 +175,7 @@ def read_state(
     Raises DamagedFileError if a file is missing or differs from the saved one. Raises
     CheckpointError if the matrices do not match `layout`.
     """
-    from safetensors.torch import load_file
+    from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
     names = [ADAPTER_FILE, ADAPTER_CONFIG_FILE, *([OPTIMIZER_FILE] if with_optimizer else [])]
     for name in names:
@@ -241,7 +241,7 @@ def _peft_targets_of_linears(model: ModelConfig, targets: set[str]) -> dict[str,
     mlp = {name for layer, name in adapted if is_mlp(model, layer, name)}
     # A last part such as "c_proj" may be that of a linear without an adapter, too.
     others = {name.rsplit(".", 1)[-1] for _, name in set(linears.values()) - adapted}
-    in_parameters = mlp if model.num_experts else set()
+    in_parameters: set[str] = mlp if model.num_experts else set()
     modules = {
         last if (last := name.rsplit(".", 1)[-1]) not in others else name
         for name in names - in_parameters

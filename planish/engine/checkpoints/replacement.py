@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +31,7 @@ def new_temporary(target: Path) -> Path:
 
 
 @contextmanager
-def locked(run: Path, create: bool = False) -> Iterator[None]:
+def locked(run: Path, create: bool = False) -> Generator[None]:
     """Acquire the lock of the run.
 
     If `create`, create the run's directory if it does not exist.

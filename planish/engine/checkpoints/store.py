@@ -257,7 +257,7 @@ class CheckpointStore:
 
     def records(self, run_id: str | None = None) -> list[Checkpoint]:
         """Return the usable checkpoints of one run, or of all runs, newest first."""
-        records = []
+        records: list[Checkpoint] = []
         for path in self.paths(run_id):
             with suppress(CheckpointError, DamagedFileError):
                 records.append(checkpoint_record(path, self.manifest(path)))

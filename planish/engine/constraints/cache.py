@@ -211,7 +211,7 @@ class GrammarCache:
             self._compile_pool.submit(owner, partial(self._compile, key, compilation))
         return compilation
 
-    def _leave(self, key: tuple[str, Constraint], compilation: _Compilation) -> None:
+    def leave(self, key: tuple[str, Constraint], compilation: _Compilation) -> None:
         """End a compilation if its last request was cancelled."""
         with self._lock:
             compilation.num_waiting -= 1
@@ -341,7 +341,7 @@ def _leave(
 ) -> None:
     cache = cache_reference()  # a strong reference would be a cycle, and delay the cache's end
     if cache is not None and prepared.cancelled():
-        cache._leave(key, compilation)
+        cache.leave(key, compilation)
 
 
 def _copy_outcome(prepared: Future[Grammar], compiled: Future[Grammar]) -> None:

@@ -2,6 +2,8 @@
 end of a text, and without the tokens that the model cannot sample.
 """
 
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import json

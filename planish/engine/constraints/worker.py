@@ -30,7 +30,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,7 @@ MAX_FORCED_TOKENS = 1024
 """The maximum number of forced tokens in one answer. If more tokens are forced, the mask after them
 allows one token, and the following answers have the others.
 """
-_PARSER_LIMITS = {
+_PARSER_LIMITS: dict[str, Any] = {
     # The first limit is a third of llguidance's default. At the default, one step of the regular
     # expression ((a{1000}){1000}){1000} takes 0.7 s and 190 MB; at this limit, 0.2 s.
     "initial_lexer_fuel": 300_000,
@@ -110,7 +110,7 @@ class CpuBudget:
         self.seconds_left = seconds
 
     @contextmanager
-    def spending(self) -> Iterator[None]:
+    def spending(self) -> Generator[None]:
         """Count the CPU time of the block, and end the process if the block takes too much."""
         start_seconds = time.thread_time()
         # The default action of SIGPROF ends the process, even during a call of llguidance.
@@ -310,7 +310,8 @@ def _grammar_text(kind: str, text: str, choices: Sequence[str]) -> str:
             return LLMatcher.grammar_from_lark(f"start: {' | '.join(quoted)}")
         case "lark":
             return LLMatcher.grammar_from_lark(text)
-    raise ValueError(f"unknown kind {kind!r}")
+        case _:
+            raise ValueError(f"unknown kind {kind!r}")
 
 
 def _json_grammar(schema: str) -> str:

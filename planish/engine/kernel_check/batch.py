@@ -1,5 +1,8 @@
 """The batches of a kernel check: its sizes, and slots with random keys and values."""
 
+# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

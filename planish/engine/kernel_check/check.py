@@ -13,6 +13,8 @@ ordinary queries, because a score of 0 that a kernel adds by mistake is visible 
 scores. Norms of queries would undo the difference, so models that check attention have none.
 """
 
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -66,7 +68,7 @@ class ModelCheck(OperationCheck):
         return Decoder(self._weights, self._tested)
 
     def _random_weights(self) -> dict[str, Tensor]:
-        weights = {}
+        weights: dict[str, Tensor] = {}
         for name, shape in expected_shapes(self.config).items():
             weight = torch.randn(shape, generator=self.generator)
             if name.endswith("norm.weight"):
@@ -174,7 +176,7 @@ class ModelCheck(OperationCheck):
         all_positions = torch.zeros(num_rows, dtype=torch.int64)
         for row, of_sequence in zip(first_rows, positions, strict=True):
             all_positions[row : row + len(of_sequence)] = torch.tensor(of_sequence)
-        segments = []
+        segments: list[StateSegment] = []
         if self.config.delta_net is not None:
             for row, of_sequence in zip(first_rows, positions, strict=True):
                 state = RecurrentState(self.config.delta_net, self.backend.dtype, device)

@@ -9,6 +9,9 @@ Operations that return an object, such as an `Attend`, return a pair of the two 
 are compared too. In the backward pass, the gradients of attention and recurrence are compared.
 """
 
+# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import copy
@@ -430,7 +433,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, KVPools):
-        yield from _tensors([pool for _, pool in sorted(value._pools.items())])
+        yield from _tensors([pool for _, pool in sorted(value.pools.items())])
     elif isinstance(value, KVPool):
         yield from (*value.keys, *value.values)
     elif isinstance(value, RecurrentState):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -173,7 +173,7 @@ def check_family(family: str) -> None:
 
 
 @contextmanager
-def _only(library: ops.Library, families: set[str]) -> Iterator[None]:
+def _only(library: ops.Library, families: set[str]) -> Generator[None]:
     """Let torch compute all other families while the block runs."""
     before = library.torch_families
     library.torch_families = frozenset(FAMILIES) - families

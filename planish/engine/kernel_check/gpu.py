@@ -5,6 +5,9 @@ the CUDA context of its process. It reads a `Request` from its standard input. T
 check.py; the module adds the kernels that only the runner with CUDA graphs uses.
 """
 
+# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import json
@@ -211,7 +214,7 @@ def _check_graphs(backend: Backend, sizes: Sizes) -> None:
             RowLayout(members),
             SampleSlots(first_rows, {}, batch.prompt_pools, batch.sample_pools),
         )
-        outputs = []
+        outputs: list[tuple[Tensor, Tensor]] = []
         with torch.inference_mode():
             for runner in runners:
                 output = runner.run(plan)

@@ -1,5 +1,8 @@
 """The check of operations that need no model: log-sum-exp, sampling, and quantized matmuls."""
 
+# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

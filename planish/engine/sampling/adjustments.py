@@ -5,6 +5,9 @@ A batch may contain both adjusted and unadjusted rows. The unadjusted rows are s
 rows. The log normalizers are always those of the logits before all adjustments.
 """
 
+# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

@@ -287,7 +287,11 @@ class GraphRecorder:
         # Which of these calls are necessary depends on where the recording failed. An unnecessary
         # call raises RuntimeError.
         with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(index, memory_pool)
+            torch._C._cuda_endAllocateToPool(  # pyright: ignore[reportPrivateUsage]
+                index, memory_pool
+            )
         if memory_pool != self._memory_pool:
             with suppress(RuntimeError):
-                torch._C._cuda_releasePool(index, memory_pool)
+                torch._C._cuda_releasePool(  # pyright: ignore[reportPrivateUsage]
+                    index, memory_pool
+                )

@@ -172,7 +172,7 @@ def _state_segments(
     config = backend.config.delta_net
     if config is None:
         return []
-    segments = []
+    segments: list[StateSegment] = []
     for sample, row in zip(samples, first_rows, strict=True):
         if sample.recurrent_state is None:
             state_of_prompt = sample.prompt.tensors.state

@@ -5,6 +5,9 @@ some of its remaining tokens. A complete prompt is added to the prefix cache. Th
 request wants of its prompt are computed along the way.
 """
 
+# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -23,6 +26,7 @@ from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.sampling.slots import Slots
 from planish.model.base_decoder import BaseDecoder
 from planish.model.delta_net import RecurrentState, StateSegment, state_bytes
+from planish.model.kv_cache import PrefillSpan
 from planish.model.lora import AdapterRange
 from planish.model.positions import CHUNK, STATE_CHUNK
 
@@ -117,7 +121,8 @@ class Prefill:
         """
         layout = RowLayout([(prompt.weights, count) for prompt, count in batch])
         tokens, positions = [0] * layout.num_rows, [0] * layout.num_rows
-        spans, state_segments = [], []
+        spans: list[PrefillSpan] = []
+        state_segments: list[StateSegment] = []
         for (prompt, count), row in zip(batch, layout.first_rows, strict=True):
             start = prompt.num_computed_tokens
             if self._state_bytes:
@@ -141,7 +146,7 @@ class Prefill:
         start, stop = prompt.num_computed_tokens, prompt.num_computed_tokens + count
         first_boundary = (start // self.chunk_size + 1) * self.chunk_size
         ends = [*range(first_boundary, stop, self.chunk_size), stop]
-        state_segments = []
+        state_segments: list[StateSegment] = []
         for end in ends:
             state, next_state = prompt.tensors.state, self._new_state()
             assert state is not None

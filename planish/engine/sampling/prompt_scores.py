@@ -8,6 +8,8 @@ Scores are computed block by block while the prompt is prefilled. So even a long
 one block of logits in memory.
 """
 
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable

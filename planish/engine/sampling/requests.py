@@ -56,7 +56,7 @@ class Request:
     prompt: Prompt | None = None
     num_started_samples: int = 0
     """The number of samples that have started."""
-    sequences: dict[int, SampledSequence] = field(default_factory=dict)
+    sequences: dict[int, SampledSequence] = field(default_factory=dict[int, SampledSequence])
     """The finished samples by their index."""
     is_answered: bool = False
     """Whether the request was answered, or its cancellation was noticed."""
@@ -123,13 +123,13 @@ class PromptTensors:
 
     last_hidden: Tensor | None = None
     """The final hidden state [1, D] of the prompt's last token; None until the prompt is ready."""
-    chunk_hidden: list[Tensor] = field(default_factory=list)
+    chunk_hidden: list[Tensor] = field(default_factory=lambda: [])
     """The final hidden states [chunk, D] of each complete chunk, until the prompt is ready."""
     state: RecurrentState | None = None
     """The recurrent state after the last computed position. It is never changed in place. None if
     the model has no recurrent state.
     """
-    chunk_states: list[RecurrentState] = field(default_factory=list)
+    chunk_states: list[RecurrentState] = field(default_factory=lambda: [])
     """The recurrent state after each complete chunk that the prefix cache can hold, until the
     prompt is ready.
     """
@@ -237,11 +237,11 @@ class RunningSample:
     """The number of batch rows in the current decoding step: the last token, and forced tokens of
     the grammar that follow it.
     """
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_tokens: list[np.ndarray] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    top_tokens: list[np.ndarray] = field(default_factory=list[np.ndarray])
     """For each token the tokens that are reported with it: int32 [k]. Empty if k is 0."""
-    top_logprobs: list[np.ndarray] = field(default_factory=list)
+    top_logprobs: list[np.ndarray] = field(default_factory=list[np.ndarray])
     """Their logprobs: float32 [k]."""
     stop_reason: StopReason | None = None
     """Why the sample ended; None while it runs."""

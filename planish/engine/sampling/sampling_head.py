@@ -1,5 +1,8 @@
 """The LM head over a batch whose rows have several adapters."""
 
+# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence

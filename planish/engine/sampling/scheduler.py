@@ -165,7 +165,7 @@ class Scheduler:
         """
         tokens_left, alt_tokens_left = self.max_prefill_tokens_per_step, _MAX_ALT_TOKENS_PER_STEP
         adapters: set[LoraWeights | None] = set()
-        batch = []
+        batch: list[tuple[Prompt, int]] = []
         for prompt in self.prompts:
             if prompt.weights not in adapters and len(adapters) == self.max_batch:
                 continue

@@ -5,6 +5,9 @@ missing. The tokens and their logprobs are appended to the samples, and samples 
 condition or reach `max_tokens` end.
 """
 
+# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import math

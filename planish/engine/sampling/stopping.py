@@ -51,7 +51,9 @@ class StopCondition:
     min_tokens: int = 0
     """Stop strings are searched only in the text after the first `min_tokens` tokens."""
     _cache: dict[tuple[bytes, int], tuple[bytes, _ByteMatch | None] | None] = field(
-        default_factory=dict, repr=False, compare=False
+        default_factory=dict[tuple[bytes, int], tuple[bytes, _ByteMatch | None] | None],
+        repr=False,
+        compare=False,
     )
     """The cached results of `_advance`."""
 

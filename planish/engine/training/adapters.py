@@ -8,6 +8,9 @@ A failed forward_backward also fails the optimizer step that follows it. Clients
 calls, and a step with an incomplete gradient would not be the step that the client requested.
 """
 
+# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import math

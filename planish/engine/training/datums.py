@@ -95,7 +95,7 @@ def _read_example(
         datum_path, datum.loss_fn_inputs["target_tokens"], tokens.size, loss, loss_name, vocab_size
     )
     _check_tokens(f"{datum_path}.loss_fn_inputs['target_tokens']", targets, vocab_size)
-    inputs = {}
+    inputs: dict[str, np.ndarray] = {}
     for name in (*loss.required_inputs, *loss.optional_inputs):
         if name in datum.loss_fn_inputs:
             inputs[name] = _read_floats(

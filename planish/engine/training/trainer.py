@@ -17,6 +17,9 @@ than M if several datums have the same target after a shared prefix, or with the
 `skip_unweighted` of the loss.
 """
 
+# pyright: reportUnnecessaryIsInstance=false, reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import math
@@ -329,7 +332,7 @@ class Trainer:
             micro_batches = self._pack(batch)
             indices = micro_batch_range or range(len(micro_batches))
             tree = GradientTree(len(micro_batches))
-            results = []
+            results: list[MicroBatchResult] = []
             for index in indices:
                 if results:
                     yield
@@ -477,7 +480,8 @@ class _Pairs:
         cls, micro_batch: MicroBatch, batch: TrainingBatch, vocab_size: int
     ) -> _Pairs:
         """Collect the pairs of all datums of a micro-batch and remove duplicates."""
-        pair_keys, scored_masks = [], []
+        pair_keys: list[np.ndarray] = []
+        scored_masks: list[np.ndarray] = []
         for datum, rows in zip(micro_batch.datums, micro_batch.datum_rows, strict=True):
             targets = batch.examples[datum].targets
             pair_keys.append(
@@ -502,7 +506,7 @@ def _compute_losses(call: _TrainerCall, micro_batch: MicroBatch, logprobs: Tenso
 
     Raises NonFiniteError that names the first datum whose loss is not finite.
     """
-    losses = []
+    losses: list[Tensor] = []
     for datum, datum_logprobs in zip(
         micro_batch.datums, logprobs.split(_num_targets(call, micro_batch)), strict=True
     ):
@@ -534,7 +538,7 @@ def _ratio_range(
     """
     if not call.batch.loss.has_ratio:
         return None
-    log_ratios_of_datums = []
+    log_ratios_of_datums: list[np.ndarray] = []
     for datum, values in logprobs.items():
         inputs = call.batch.examples[datum].inputs
         is_counted = (inputs["advantages"] != 0) & (inputs.get("mask", np.ones(1)) != 0)
