@@ -119,10 +119,10 @@ def custom_gradient(
     return CustomGradient(weighted_data, {**metric_values, "loss:sum": value})
 
 
-def _name_of(function: Any) -> str:
+def _name_of(function: object) -> str:
     """Return the dotted name of a function, or that of its type for other callable objects."""
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
+    name: str = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{function.__module__}.{name}"
 
 
 def _metric_value(function: str, name: str, value: Any) -> float:

@@ -13,7 +13,7 @@ import importlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
@@ -148,14 +148,15 @@ def own_loss(path: str) -> CustomLoss:
     @wraps(function)
     def loss(data: Sequence[Any], logprobs_D: list[Any]) -> Any:
         with _named_errors("loss_fn", path):
-            outcome = function(data, logprobs_D)
+            outcome: tuple[Any, Mapping[str, Any]] | None = function(data, logprobs_D)
         match outcome:
             case (value, Mapping() as metrics):
                 return value, {
                     f"loss/{key}": _finite_metric(path, key, metric)
                     for key, metric in metrics.items()
                 }
-        return outcome  # custom_gradient says what is wrong with it
+            case _:
+                return outcome  # custom_gradient says what is wrong with it
 
     return loss
 
@@ -167,7 +168,7 @@ def _own_advantages(
         return []
     with _named_errors("advantage", path):
         result = function(list(rewards_G))
-    values = _plain(result)
+    values: list[Any] | tuple[Any, ...] | None = _plain(result)
     if not isinstance(values, list | tuple):
         raise UserError(
             f"advantage={path} returned a {type(result).__name__}; return a list of numbers, one "
@@ -226,7 +227,7 @@ def _check_arguments(option: str, path: str, *arguments: str) -> None:
 
 
 @contextmanager
-def _named_errors(option: str, path: str) -> Iterator[None]:
+def _named_errors(option: str, path: str) -> Generator[None]:
     try:
         yield
     except Exception as error:

@@ -75,11 +75,11 @@ class StreamMinibatchConfig:
     )
 
 
-def _advantage_name(value: "str | AdvantageEstimator", *, chzself: object) -> str:
+def _advantage_name(value: "str | AdvantageEstimator", *, chzself: object = None) -> str:
     return import_path("advantage", value)
 
 
-def _loss_name(value: "str | CustomLoss", *, chzself: object) -> str:
+def _loss_name(value: "str | CustomLoss", *, chzself: object = None) -> str:
     return import_path("loss_fn", value)
 
 

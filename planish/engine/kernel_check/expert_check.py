@@ -84,7 +84,7 @@ class ExpertCheck:
         biases: Tensor,
         lora: LoraMatrices,
     ) -> None:
-        results = []
+        results: list[list[Tensor]] = []
         num_rows = len(chosen)
         x = self._random(num_rows, self._fan_in)
         grad = self._random(chosen.numel(), self._fan_out)
@@ -156,7 +156,7 @@ def _results(
     start, stop = pairs.num_rows // 3, pairs.num_rows - 1
     if pairs.kernels is not None:
         ranges = pairs.device_ranges(start, stop)
-        pairs.kernels.add_lora_(x, partly, lora.a, *lora.b_matrices, ranges)
+        pairs.kernels.add_lora_(x, partly, lora.a, lora.b_matrices[0], ranges)
     else:
         is_adapted = (pairs.row_indices >= start) & (pairs.row_indices < stop)
         partly = torch.where(is_adapted[:, None], adapted, plain)

@@ -27,7 +27,7 @@ class FleetRoutes:
 
     server: Server
     engine: HostedEngine
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
 
     def routes(self) -> list[Route]:
         """Return the routes."""
