@@ -13,9 +13,10 @@ from PIL.Image import new as new_image
 
 from planish.cookbook.adapters.images import resize_image
 from planish.cookbook.adapters.names import RolloutSummaryExportConfig
-from planish.cookbook.adapters.renderers import ImagePart, get_renderer
+from planish.cookbook.adapters.renderers import get_renderer
 from planish.cookbook.adapters.sandbox_fusion import SandboxFusionClient
 from planish.errors import UserError
+from planish.renderers import ImagePart
 from planish.testing import save_byte_tokenizer
 from planish.tokenizer import load_tokenizer
 
