@@ -1,17 +1,21 @@
 """The files of a release: what they contain, and that an installed wheel trains."""
 
 import hashlib
+import os
 import re
 import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pytest
+import torch
 import yaml
 from release import build_dist, run_demo, write_checksums
+
+from planish.model.kernels.cpp.build import INSTRUCTIONS
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,6 +36,11 @@ def test_wheel_and_sdist_have_every_file_of_the_package(wheel):
         "planish/py.typed",
     }
     assert parts <= set(names)
+    kernels = [PurePath(name) for name in names if name.endswith(".so")]
+    assert {path.name.partition("-")[0] for path in kernels} == set(INSTRUCTIONS)
+    for path in kernels:
+        content = zipfile.ZipFile(wheel).read(str(path))
+        assert path.stem.endswith(f"-{hashlib.sha256(content).hexdigest()[:16]}")
     assert not [name for name in names if name.startswith(("tests", "tools", "benchmarks"))]
     [sdist] = wheel.parent.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -66,6 +75,23 @@ def test_the_demo_runs_from_an_installed_wheel(wheel, tmp_path):
     assert Path(found.strip()).is_relative_to(environment)
     run_demo(python, tmp_path)
     assert (tmp_path / "runs" / "demo" / "metrics.jsonl").exists()
+    assert_kernels_need_no_compiler(python, tmp_path)
+
+
+def assert_kernels_need_no_compiler(python: Path, directory: Path) -> None:
+    """Check that the wheel's kernels load and pass their self-test in an empty cache."""
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX512", "AMX", "AVX2"):
+        return
+    variables = os.environ | {"PLANISH_HOME": str(directory / "home"), "PATH": str(python.parent)}
+    variables = {name: variables[name] for name in variables.keys() - {"CXX", "PYTHONPATH"}}
+    program = (
+        "from planish.model.kernels.cpp import build, ops; assert build.find_compiler() is None; "
+        "library = ops.load_library(); print(library and library._name, library.torch_families)"
+    )
+    printed = subprocess.check_output([python, "-c", program], env=variables, text=True)
+    name, families = printed.split(maxsplit=1)
+    assert Path(name).name.startswith(("AVX2-", "AVX512_BF16-"))
+    assert families == "frozenset()\n"
 
 
 def test_the_citation_has_the_version_and_licence_of_the_package():

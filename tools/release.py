@@ -20,6 +20,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from planish.model.kernels.cpp.build import PREBUILT, build_prebuilt
+
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
 BUILD = "from setuptools import build_meta; print(build_meta.build_{kind}({out!r}))"
@@ -27,9 +29,11 @@ QUICK_DEMO = ("steps=2", "batch_size=2", "group_size=2", "held_out=4", "lora_ran
 
 
 def build_dist(dist: Path = DIST) -> Path:
-    """Build the sdist from the tracked files, and the wheel from the sdist. Return the wheel.
+    """Build the sdist from the tracked files, and the wheel from the sdist and compiled kernels.
+    Return the wheel.
 
-    Raise SystemExit if the wheel lacks a file of the package, or has another.
+    The wheel is for every platform, because only CPUs with AVX2 load the kernels in it. Raise
+    BuildError without a C++ compiler, and SystemExit if the wheel lacks a file or has another.
     """
     shutil.rmtree(dist, ignore_errors=True)
     dist.mkdir(parents=True)
@@ -43,8 +47,10 @@ def build_dist(dist: Path = DIST) -> Path:
         with tarfile.open(sdist) as archive:
             archive.extractall(Path(work, "sdist"), filter="data")
         [unpacked] = Path(work, "sdist").iterdir()
+        kernels = build_prebuilt(unpacked / PREBUILT.relative_to(ROOT))
         wheel = dist / _build("wheel", unpacked, dist)
     expected = {name for name in tracked_files() if name.startswith("planish/")}
+    expected |= {(PREBUILT / path.name).relative_to(ROOT).as_posix() for path in kernels}
     found = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("planish/")}
     if expected != found:
         raise SystemExit(

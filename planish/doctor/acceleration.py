@@ -18,7 +18,7 @@ from planish.engine.settings import EngineSettings, choose_device, choose_dtype,
 from planish.errors import UserError
 from planish.files import cache_home, short_path
 from planish.model.kernels.cpp import ops
-from planish.model.kernels.cpp.build import BuildError, find_compiler
+from planish.model.kernels.cpp.build import PREBUILT, BuildError, find_compiler
 from planish.model.kernels.triton.families import wants_graphs
 from planish.model.kernels.triton.self_test import driver_version, has_headers, remedy_of
 from planish.model.kernels.verdicts import Verdict
@@ -76,6 +76,9 @@ def kernel_findings(
 
 def _compiler_finding() -> Finding:
     command = find_compiler()
+    if command is None and PREBUILT.exists():
+        text = "no C++ compiler was found; the kernels of the installed wheel need none"
+        return Finding("compiler", text, {"path": None})
     if command is None:
         remedy = "install a C++ compiler (Debian, Ubuntu: apt-get install g++), or name one in CXX"
         return Finding("compiler", "no C++ compiler was found", {"path": None}, remedy)

@@ -170,6 +170,13 @@ def test_an_invalid_device_is_rejected_before_any_examination(capsys):
     assert "--device 'tpu': give 'auto', 'cpu'" in capsys.readouterr().err
 
 
+def test_a_wheel_needs_no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setattr(acceleration, "find_compiler", lambda: None)
+    assert acceleration._compiler_finding().remedy
+    monkeypatch.setattr(acceleration, "PREBUILT", tmp_path)
+    assert not acceleration._compiler_finding().remedy
+
+
 def test_a_compiler_that_does_not_run(monkeypatch):
     monkeypatch.setenv("CXX", "/absent/g++ -m64")
     finding = acceleration._compiler_finding()

@@ -3,8 +3,8 @@
 Most functions do the same as the operation of `Backend` with the same name, and are documented
 there. The functions of the attention are documented here.
 
-By default the kernels are used if the CPU has AVX2 or AVX-512 and a C++ compiler is found;
-otherwise one log line gives the reason. With PLANISH_KERNELS=native, missing kernels are an error.
+By default the kernels are used if the CPU has AVX2 or AVX-512, and planish is installed from a
+wheel or finds a C++ compiler; otherwise one log line gives the reason. With PLANISH_KERNELS=native, missing kernels are an error.
 Sampler and trainer use the same library, so their results agree.
 
 Shapes: T rows, D hidden, H heads, E head_dim. Tensors are float32 or bf16 and on the CPU. They must
@@ -206,7 +206,8 @@ load_warnings: list[str] = []
 def load_library() -> Library | None:
     """Return the library, or None if torch computes everything.
 
-    The first call compiles and tests the kernels. Raises UserError if PLANISH_KERNELS=native and
+    The first call on a machine tests the kernels, and compiles them if planish is not installed
+    from a wheel. Raises UserError if PLANISH_KERNELS=native and
     kernels are missing or failed.
     """
     load_warnings.clear()
@@ -273,9 +274,9 @@ def _library() -> tuple[Path, Library]:
         return path, Library(str(path))
     except OSError:
         # A power cut may have truncated the file. In a shared cache, a machine with a newer system
-        # may have compiled it. Compile it again.
+        # may have compiled it, as may the machine that built the wheel. Compile it here.
         path.unlink(missing_ok=True)
-        path = compiled_library(cache, instruction_set)
+        path = compiled_library(cache, instruction_set, may_be_prebuilt=False)
         return path, Library(str(path))
 
 

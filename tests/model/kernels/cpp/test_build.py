@@ -1,5 +1,6 @@
 """The kernel library is compiled once, atomically; without it, torch does the work."""
 
+import hashlib
 import logging
 import os
 import shutil
@@ -94,6 +95,54 @@ def test_a_cache_that_cannot_be_written_to_is_replaced_by_a_private_directory(
     path.parent.chmod(0o755)
     with pytest.raises(build.BuildError, match="others can change"):
         build.compiled_library(tmp_path / "file" / "kernels", "AVX2")
+
+
+@pytest.fixture
+def wheel(small_source, tmp_path, monkeypatch):
+    """The directory with the libraries of a wheel, on a machine without a compiler."""
+    directory = tmp_path / "prebuilt"
+    build.build_prebuilt(directory)
+    monkeypatch.setattr(build, "PREBUILT", directory)
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    return directory
+
+
+def test_the_library_of_a_wheel_needs_no_compiler(wheel, tmp_path, asked_anew):
+    assert ops.load_library() is not None
+    [copied] = (tmp_path / "kernels").glob("*.so")
+    [original] = wheel.glob("AVX2-*.so")
+    assert copied.name == original.name
+    assert copied.read_bytes() == original.read_bytes()
+    assert {path.name.partition("-")[0] for path in wheel.iterdir()} == set(build.INSTRUCTIONS)
+
+
+def test_a_damaged_library_of_a_wheel_is_not_used(wheel, tmp_path, caplog):
+    [path] = wheel.glob("AVX2-*.so")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler"):
+        build.compiled_library(tmp_path / "kernels", "AVX2")
+    assert f"{path.name} is damaged" in caplog.text
+
+
+def test_a_library_of_other_sources_is_not_used(wheel, tmp_path):
+    build.SOURCE.write_text(build.SOURCE.read_text() + "// changed\n")
+    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler"):
+        build.compiled_library(tmp_path / "kernels", "AVX2")
+
+
+@pytest.mark.usefixtures("small_source")
+def test_a_library_of_a_wheel_that_this_system_cannot_load_is_compiled(
+    tmp_path, monkeypatch, asked_anew
+):
+    content = b"a library of another system"
+    name = f"{build._prebuilt_name('AVX2')}-{hashlib.sha256(content).hexdigest()[:16]}.so"
+    (tmp_path / "prebuilt").mkdir()
+    (tmp_path / "prebuilt" / name).write_bytes(content)
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.delenv("CXX")
+    assert ops.load_library() is not None
+    assert [path.name[:8] for path in (tmp_path / "kernels").glob("*.so")] == ["kernels-"]
 
 
 def test_planish_kernels_torch_disables_the_kernels(monkeypatch, asked_anew):
