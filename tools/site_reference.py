@@ -87,6 +87,8 @@ API_PAGES: Mapping[str, ApiPage] = {
             "planish.runlog.curves",
             "planish.runlog.evaluators",
             "planish.runlog.model_renderer",
+            "planish.runlog.run_directory.RunDirectory",
+            "planish.reports.rollout_files.RolloutFiles",
         ),
     ),
     "supervised": ApiPage(
