@@ -38,6 +38,7 @@ TRAINING = SHARED | {
     "http/routes_training.py",
     "models/catalog.py",
     "models/intake.py",
+    "models/lost_requests.py",
     "models/model.py",
     "models/request_queue.py",
     "models/steps.py",
