@@ -88,7 +88,10 @@ def assert_kernels_need_no_compiler(python: Path, directory: Path) -> None:
         "from planish.model.kernels.cpp import build, ops; assert build.find_compiler() is None; "
         "library = ops.load_library(); print(library and library._name, library.torch_families)"
     )
-    printed = subprocess.check_output([python, "-c", program], env=variables, text=True)
+    # Not in the repository, whose planish Python would import instead.
+    printed = subprocess.check_output(
+        [python, "-c", program], cwd=directory, env=variables, text=True
+    )
     name, families = printed.split(maxsplit=1)
     assert Path(name).name.startswith(("AVX2-", "AVX512_BF16-"))
     assert families == "frozenset()\n"
