@@ -58,7 +58,7 @@ def start(workplace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         cwd=workplace,
         env=environment,
-        timeout=120,
+        timeout=500,
     )
 
 

@@ -367,7 +367,7 @@ def run_recipe(end, options, cwd, home):
         [sys.executable, "-c", PROGRAM, end, *options],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=500,
         cwd=cwd,
         env={
             **os.environ,
