@@ -1,5 +1,6 @@
 """The package contains all files that an installed planish needs besides its modules."""
 
+import re
 import shlex
 import subprocess
 import sys
@@ -45,5 +46,5 @@ def test_an_old_python_is_named_in_one_line(tmp_path):
         f"planish needs Python 3.11 or newer, and {old} is 3.10; name another one: make "
         "PYTHON=python3.12 demo"
     )
-    assert failed.startswith("make: ***")
+    assert re.match(r"make(\[\d+\])?: \*\*\*", failed)
     assert not (tmp_path / ".venv").exists()

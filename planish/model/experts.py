@@ -10,9 +10,9 @@ shared expert as a dense MLP, multiplies its output by a gate, and adds the prod
 the chosen experts.
 
 One matmul computes all rows of an expert. For this, the pairs of a row and an expert are sorted by
-expert. On a GPU, one kernel computes the matmuls of all experts (`ExpertKernels`). Sampler and trainer choose experts with the same code, and add the outputs of a token's
-experts in the order of their probabilities. So the layer is batch-invariant if the backend's
-matmuls are.
+expert. On a GPU, one kernel computes the matmuls of all experts (`ExpertKernels`). Sampler and
+trainer choose experts with the same code, and add the outputs of a token's experts in the order of
+their probabilities. So the layer is batch-invariant if the backend's matmuls are.
 
 Shapes: T rows of a batch, D hidden, N experts, k experts per token, P = T * k pairs of a row and
 an expert, I hidden size of an expert, r rank.

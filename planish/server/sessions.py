@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from planish.errors import EngineClosedError, StorageError
 from planish.server.durable.crash_points import crash_point
@@ -93,6 +94,8 @@ class Sessions:
         self._last_seen: dict[str, float] = {}
         """The times of last requests that are not on disk yet, by session id."""
         self._closing_tasks: set[asyncio.Task[None]] = set()
+        self._creation_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Locks by session id. A caller holds the lock while it creates the session."""
         self._last_check = self._running_since = time.monotonic()
 
     def add(self, row: SessionRow) -> None:
@@ -108,28 +111,25 @@ class Sessions:
         Calls with the same key return the same session, also after a restart. Raise KeyReused if
         they do not have the same `spec`.
         """
-        session_id, text, now = (
-            new_session_id(tenant, idempotency_key),
-            to_json_text(spec),
-            time.time(),
-        )
-        if idempotency_key is not None:
+        session_id = new_session_id(tenant, idempotency_key)
+        async with self._creation_locks.setdefault(session_id, asyncio.Lock()):
+            await self._create(tenant, session_id, to_json_text(spec), idempotency_key is not None)
+        return session_id
+
+    async def _create(self, tenant: Tenant, session_id: str, spec: str, may_exist: bool) -> None:
+        if may_exist:
             rows = await self._store.read(select, SessionRow, "id = ?", [session_id])
             if rows:
-                _check_same_spec(rows[0], text)
+                _check_same_spec(rows[0], spec)
                 await self.touch(tenant, session_id)
-                return session_id
-        row = SessionRow(session_id, tenant.name, text, now, now, bytes=row_bytes(text))
+                return
+        now = time.time()
+        row = SessionRow(session_id, tenant.name, spec, now, now, bytes=row_bytes(spec))
         self._check_disk(row.bytes)
         await self._store.write(self._insert_session, row)
-        if row.id not in self._open_rows:
-            self.add(row)
-        return row.id
+        self.add(row)
 
     def _insert_session(self, transaction: Transaction, row: SessionRow) -> None:
-        for existing in select(transaction, SessionRow, "id = ?", [row.id]):
-            _check_same_spec(existing, row.spec)
-            return  # a request with the same key arrived at the same moment
         check_sessions(transaction, row.tenant, self._settings)
         self._insert(transaction, row)
 
@@ -144,8 +144,6 @@ class Sessions:
         """Insert a session that has ended, for a run that nobody uses through a session. Raise
         KeyReused if there is a session with this id.
         """
-        if select(transaction, SessionRow, "id = ?", [session_id]):
-            raise KeyReused
         text, now = to_json_text(spec), time.time()
         row = SessionRow(
             session_id, tenant.name, text, now, now, ended=now, reason=reason, bytes=row_bytes(text)
@@ -153,7 +151,11 @@ class Sessions:
         self._insert(transaction, row)
 
     def _insert(self, transaction: Transaction, row: SessionRow) -> None:
-        """Insert a row. If the tenant then has too many sessions, delete its oldest ended ones."""
+        """Insert a row. If the tenant then has too many sessions, delete its oldest ended ones. Raise
+        KeyReused if there is a session with this id.
+        """
+        if select(transaction, SessionRow, "id = ?", [row.id]):
+            raise KeyReused
         upsert(transaction, row)
         total = count(transaction, SessionRow, "tenant = ?", [row.tenant])
         if total > self._settings.max_sessions:

@@ -88,7 +88,8 @@ def test_activation_bytes_match_the_memory_autograd_saves(tmp_path, family):
         run(new_trainer(decoder), adapter, [Datum(inputs, {"target_tokens": tokens[1:]})])
     measured = sum(size for pointer, size in kept.items() if pointer not in frozen)
     estimate = TrainerSettings(micro_batch_tokens=500).activation_bytes(decoder.backend, rank=4)
-    assert 0.6 * estimate < measured < 1.15 * estimate
+    # The estimate also has the temporary tensors of one of the two layers.
+    assert 0.45 * estimate < measured < 1.15 * estimate
 
 
 @contextmanager

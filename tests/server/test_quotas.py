@@ -239,6 +239,27 @@ async def test_an_idempotency_key_gives_one_session_after_a_restart(model_dir, d
     assert len(set(ids)) == 1
 
 
+async def test_a_second_call_with_a_key_waits_until_the_session_is_open(
+    model_dir, data_dir, monkeypatch
+):
+    async with running(model_dir, data_dir) as server:
+        write, is_written, may_return = server.store.write, asyncio.Event(), asyncio.Event()
+
+        async def return_late(*arguments):
+            await write(*arguments)
+            is_written.set()
+            await may_return.wait()
+
+        monkeypatch.setattr(server.store, "write", return_late)
+        create = server.sessions.create
+        first = asyncio.create_task(create(TENANT, SessionSpec(), "key"))
+        await is_written.wait()
+        second = asyncio.create_task(create(TENANT, SessionSpec(), "key"))
+        await asyncio.wait([second], timeout=0.1)
+        may_return.set()
+        assert await first == await second
+
+
 async def test_an_idempotency_key_gives_one_copy_after_an_interrupted_one(
     model_dir, data_dir, monkeypatch
 ):

@@ -104,8 +104,8 @@ class TrainerSettings:
             # Estimate a gated delta-net layer as a layer with attention plus the tensors that only
             # a gated delta net stores.
             layer_bytes += activation_bytes_per_row(config.delta_net, backend.dtype)
-        # The backward pass of a layer needs the gradients of about two fifths of what the layer stores,
-        # and those of all pairs of a row and an expert.
+        # The backward pass of a layer needs the gradients of about two fifths of what the layer
+        # stores, and those of all pairs of a row and an expert.
         pair_size = 3 * config.hidden_size + 4 * config.expert_size
         temporary_bytes = max(layer_bytes * 2 // 5, itemsize * config.experts_per_token * pair_size)
         # The gradient of the logits, in both dtypes, exists for one chunk of rows.
