@@ -187,7 +187,7 @@ def test_the_recorded_notebook_has_the_cells_of_the_tutorial():
     for function in ast.parse(TUTORIAL.read_text()).body:
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             body = [each for each in function.body if not isinstance(each, ast.Return)]
-            cells.append(ast.unparse(body))
+            cells.append(ast.unparse(ast.Module(body, [])))
     recorded = []
     for cell in recorded_cells():
         source = "".join(cell["source"])

@@ -277,7 +277,9 @@ def read_run(directory: Path) -> RunReader:
 
 def _num_steps(reader: RunReader, metric: str | None) -> str:
     """Return the number of trained steps. An evaluation of the final weights is not one."""
-    steps = reader.metrics.values(metric)[0] if metric else ()
+    if metric is None:
+        return "0"
+    steps, _ = reader.metrics.values(metric)
     return str(int(steps[-1]) + 1) if len(steps) else "0"
 
 

@@ -37,8 +37,11 @@ class Config(rl.Config):
     """The options of a run. Each part of `dataset_builder` names its teacher."""
 
     dataset_builder: DistillationDatasetBuilder
-    advantage: str = chz.field(
-        default="none", doc="none = only report rewards, mean = learn from rewards too"
+    advantage: str = chz.field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        default="none",
+        doc="none = only report rewards, mean = learn from rewards too",
+        metadata=rl.ADVANTAGE_RULE,
+        converter=rl.advantage_name,
     )
     kl_penalty_coef: float = chz.field(
         default=1.0, doc="coefficient of the teachers' KL term in the advantages"

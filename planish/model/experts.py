@@ -226,7 +226,8 @@ def add_expert_lora_(
     if lora is None:
         return None
     if pairs.kernels is not None:
-        return pairs.kernels.add_lora_(x, out, lora.a, *lora.b_matrices, pairs.ranges)
+        (b,) = lora.b_matrices
+        return pairs.kernels.add_lora_(x, out, lora.a, b, pairs.ranges)
     lora_hidden = x.new_zeros(len(x), padded_lora_columns(lora.rank))
     for expert, expert_slice in pairs.expert_slices:
         expert_lora = lora.expert(expert)
@@ -254,8 +255,9 @@ def expert_linears_backward(
     if lora is None or lora_hidden is None:
         return grad_x, []
     if pairs.kernels is not None:
-        operands = (grad, x, lora_hidden, grad_x, lora.a, *lora.b_matrices)
-        return grad_x, list(pairs.kernels.lora_backward_(*operands, pairs.ranges))
+        (b,) = lora.b_matrices
+        operands = (grad, x, lora_hidden, grad_x, lora.a, b, pairs.ranges)
+        return grad_x, list(pairs.kernels.lora_backward_(*operands))
     grads = [
         torch.zeros(matrix.shape, dtype=torch.float32, device=matrix.device)
         for matrix in (lora.a, *lora.b_matrices)

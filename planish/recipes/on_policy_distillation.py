@@ -30,6 +30,7 @@ from planish.recipes.teacher_answers import TeacherModelOptions, teacher_config
 from planish.recipes.training_run import run_main
 from planish.rl.types import RLDatasetBuilder
 from planish.training.option_rules import at_least, check_fields, require
+from planish.training.rl_config import ADVANTAGE_RULE, advantage_name
 
 PROMPTS = "prompts"
 DEFAULT_LOG_PATH = "/tmp/planish-examples/on_policy_distillation"
@@ -76,8 +77,11 @@ class Options(TeacherModelOptions, math_rl.Options):
         doc="further datasets, each with its teacher, such as more.0.env=gsm8k "
         "more.0.teacher_checkpoint=RUN",
     )
-    advantage: str = chz.field(
-        default="none", doc="none = learn only from the teacher, mean = learn from rewards too"
+    advantage: str = chz.field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        default="none",
+        doc="none = learn only from the teacher, mean = learn from rewards too",
+        metadata=ADVANTAGE_RULE,
+        converter=advantage_name,
     )
     kl_penalty_coef: float = chz.field(
         default=1.0, doc="coefficient of the teachers' KL term in the advantages"

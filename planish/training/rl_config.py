@@ -75,7 +75,8 @@ class StreamMinibatchConfig:
     )
 
 
-def _advantage_name(value: "str | AdvantageEstimator", *, chzself: object = None) -> str:
+def advantage_name(value: "str | AdvantageEstimator", *, chzself: object = None) -> str:
+    """Return the name or the import path of an advantage."""
     return import_path("advantage", value)
 
 
@@ -89,6 +90,10 @@ def _name_or_function(names: Collection[str]) -> Metadata:
         lambda value: value in names or is_import_path(value),
         f"one of {', '.join(names)}, or a function as module:name",
     )
+
+
+ADVANTAGE_RULE = _name_or_function(ADVANTAGES)
+"""The rule for `advantage`."""
 
 
 @chz.chz
@@ -112,8 +117,8 @@ class LossOptions:
     advantage: str = chz.field(
         default="mean",
         doc=f"advantage estimator: one of {', '.join(ADVANTAGES)}, or a function as module:name",
-        metadata=_name_or_function(ADVANTAGES),
-        converter=_advantage_name,
+        metadata=ADVANTAGE_RULE,
+        converter=advantage_name,
     )
     remove_constant_reward_groups: bool = chz.field(
         default=False,

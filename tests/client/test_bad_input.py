@@ -555,8 +555,8 @@ def test_a_damaged_base_model_is_rejected_by_name(tmp_path):
 
 
 def test_positive_logprobs_are_taken_where_no_advantage_uses_them(training_client):
-    values = {"logprobs": [9.0, 1e-4] + [0.0] * 4, "advantages": [0.0, 1.0] + [0.0] * 4}
-    output = backward(training_client, datum(**values), loss_fn="ppo").result()
+    one = datum(logprobs=[9.0, 1e-4] + [0.0] * 4, advantages=[0.0, 1.0] + [0.0] * 4)
+    output = backward(training_client, one, loss_fn="ppo").result()
     assert output.metrics["ratio:max"] > 0
 
 

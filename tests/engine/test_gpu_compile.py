@@ -81,7 +81,7 @@ def test_warps_are_limited_by_registers_shared_memory_and_threads():
 def test_a_case_has_the_types_that_triton_specializes():
     from types import SimpleNamespace
 
-    def fn(x, stride, rows, one, module, factor, nothing, BLOCK: "tl.constexpr"):  # noqa: F821
+    def fn(x, stride, rows, one, module, factor, nothing, BLOCK: "tl.constexpr"):  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
         """Stand for a kernel; only its arguments are read."""
 
     names = list(fn.__code__.co_varnames)

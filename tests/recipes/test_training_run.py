@@ -187,6 +187,7 @@ def test_names_of_other_libraries_lead_to_the_right_option(word, right):
     name = word.partition("=")[0]
     with pytest.raises(UserError, match=f"{word}: there is no option {name}; give {right}"):
         read_options(rl_basic.Options, {}, [word])
+    given: dict[str, Any] = {name: 1}
     for config in (rl_config.Config, supervised_config.Config):
         with pytest.raises(UserError, match=f"unexpected keyword argument '{name}'; give {right}"):
-            config(**{name: 1})
+            config(**given)

@@ -80,7 +80,7 @@ def defined_inside():
     return inner
 
 
-def replaced(rewards_G):
+def replaced(rewards_G):  # pyright: ignore[reportRedeclaration]
     return rewards_G
 
 

@@ -139,8 +139,6 @@ class QuantizedLinear(PackedLinear):
     Each matmul has the same bits as a matmul with the dequantized weights.
     """
 
-    fused_weight = None
-
     def __init__(
         self,
         weights: Sequence[QuantizedWeight],
@@ -152,6 +150,11 @@ class QuantizedLinear(PackedLinear):
         present = [bias for bias in biases if bias is not None]
         self.bias = torch.cat(present) if present else None
         self.packed = self._packed = packed
+
+    @property
+    def fused_weight(self) -> None:
+        """None, because the weights are quantized."""
+        return None
 
     def matmul_backward(self, grad: Tensor) -> Tensor:
         """Return grad @ weights, the gradient of the input: [T, in]. `grad`: [T, out]."""

@@ -120,8 +120,8 @@ class TorchAdapterBatch:
             assert isinstance(adapter_range, AdapterRange)  # can_stack returns False
             start, stop = adapter_range.start, adapter_range.stop
             if pairs.kernels is not None:
-                ranges = pairs.device_ranges(start, stop)
-                pairs.kernels.add_lora_(x, out, lora.a, *lora.b_matrices, ranges)
+                (b,) = lora.b_matrices
+                pairs.kernels.add_lora_(x, out, lora.a, b, pairs.device_ranges(start, stop))
                 continue
             for expert, part in pairs.expert_slices_of(start, stop):
                 own = lora.expert(expert)

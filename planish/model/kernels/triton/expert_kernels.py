@@ -13,7 +13,7 @@ starts[e] .. stops[e] - 1; both tables are int32 [N].
 """
 
 # Launches take additional options, which the static types do not know:
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from backends import CONFIG
 
-from planish.model.expert_pairs import TokenExpertPairs
+from planish.model.expert_pairs import ExpertKernels, TokenExpertPairs
 from planish.model.experts import expert_linears_backward, expert_matmuls
 from planish.model.kernels.choose import reference_backend, triton_backend
 from planish.model.kernels.linear import ExpertLinears, PackedLinear
@@ -82,7 +82,8 @@ def test_matmuls_and_gradients_are_those_of_torch(
         value.to(device, dtype) for value in (weights * fan_in**-0.5, biases, a, b, x, grad)
     )
     found = []
-    for kernels in (expert_kernels, None):
+    implementations: tuple[ExpertKernels | None, ...] = (expert_kernels, None)
+    for kernels in implementations:
         wide = dtype if kernels else torch.float64
         backend = reference_backend(CONFIG, wide, device)
         pairs = TokenExpertPairs(chosen, experts, kernels)
@@ -134,7 +135,9 @@ def test_an_empty_batch_needs_no_launch(device):
 
 def test_unaligned_packed_or_quantized_weights_have_no_addresses():
     weights = torch.randn(3, 4, 8)
-    assert linears_of(weights, None).addresses.tolist() == [w.data_ptr() for w in weights]
+    addresses = linears_of(weights, None).addresses
+    assert addresses is not None
+    assert addresses.tolist() == [w.data_ptr() for w in weights]
     assert linears_of(torch.randn(3, 4, 9)[..., 1:], None).addresses is None
     assert linears_of(torch.randn(3, 3, 3), None).addresses is None
     packed = PackedLinear([weights[0]], packer=lambda weights, transposed: object())  # type: ignore[arg-type, return-value]
