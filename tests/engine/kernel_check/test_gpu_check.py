@@ -153,7 +153,6 @@ FAULTS = [
     ("experts", "expert", "total += tl.load(target", "total = tl.load(target"),
     ("experts", "expert", "total += dot(tl.trans(a), b)", "total = dot(tl.trans(a), b)"),
     ("experts", "expert", "value *= tl.load(weights", "value += tl.load(weights"),
-    ("experts", "expert", "has_row, has_column = m < stop,", "has_row, has_column = m < stop - 1,"),
     ("experts", "expert", "has_row = m < stop", "has_row = m < stop - 1"),
     ("quantized", "quantized", "tl.interleave(even, odd)", "tl.interleave(odd, even)"),
     ("quantized", "quantized", "scale * group_scale + tl.load(offset)", "scale * group_scale"),
