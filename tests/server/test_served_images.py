@@ -341,7 +341,7 @@ def prompt(expected):
     return types.ModelInput(chunks=[text, image, types.EncodedTextChunk(tokens=[271, 72, 105])])
 
 def datum(expected):
-    inputs = {"target_tokens": [0] * 14 + [65], "weights": [0.0] * 14 + [1.0]}
+    inputs = {"target_tokens": [0] * 15 + [65], "weights": [0.0] * 15 + [1.0]}
     return types.Datum(model_input=prompt(expected), loss_fn_inputs=inputs)
 
 output = trainer.forward_backward([datum(12), datum(None)], "cross_entropy").result()
