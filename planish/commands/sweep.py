@@ -152,11 +152,11 @@ def plan(recipe: str, module: ModuleType, words: Sequence[str]) -> tuple[Path, l
             raise UserError(
                 f"{name}={','.join(values)}: a value is empty or given twice; give each once"
             )
-    if not swept or "log_path" in swept:
+    if not swept:
+        raise UserError("give an option with several values, such as learning_rate=1e-4,3e-4")
+    if "log_path" in swept:
         raise UserError(
-            "give an option with several values, such as learning_rate=1e-4,3e-4"
-            if not swept
-            else "log_path is the one directory of the sweep; each run gets its own below it"
+            "log_path is the one directory of the sweep; each run gets its own below it"
         )
     name = Path(recipe).stem if recipe.endswith(".py") else recipe.rpartition(".")[2]
     directory = Path(fixed.pop("log_path", f"runs/sweep-{name}")).expanduser()

@@ -113,13 +113,11 @@ class _RowImages:
                 f'{where} has "index": {number!r}; give the position of an image, from 0'
             )
         if number >= len(self._images):
-            raise (
-                self._count_error()
-                if index is None
-                else UserError(
-                    f'{where} has "index": {number}, and the row has {len(self._images)} images; give '
-                    "the position of an image, from 0"
-                )
+            if index is None:
+                raise self._count_error()
+            raise UserError(
+                f'{where} has "index": {number}, and the row has {len(self._images)} images; give the '
+                "position of an image, from 0"
             )
         self._placed.add(number)
         return _part_of(self._images[number])

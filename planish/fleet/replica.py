@@ -42,8 +42,8 @@ class Replica:
     number: int
     link: Link
     engine: RemoteEngine
-    """The engine of the present process. Only its results count: another process has an engine object
-    and operations of its own.
+    """The engine of the present process. Only its results count: another process has an engine
+    object and operations of its own.
     """
     status: EngineStatus = field(default_factory=EngineStatus)
     """The last sign of life."""

@@ -137,8 +137,8 @@ def _register_for_exit(thread: BackgroundThread) -> None:
 
 
 def _stop_all() -> None:
-    # The newest first: a thread may use those that were started before it. For example, a thread that
-    # waits for checkpoints needs the one that sends messages to the engine's process.
+    # The newest first: a thread may use those that were started before it. For example, a thread
+    # that waits for checkpoints needs the one that sends messages to the engine's process.
     for thread in reversed(list(_live_threads)):
         if thread._stop is not None and thread.is_alive():
             with suppress(KeyboardInterrupt):  # Ctrl-C must not keep the others from being stopped

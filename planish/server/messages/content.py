@@ -72,7 +72,7 @@ def string_of(block: Block, key: str, where: str) -> str:
     return value
 
 
-def image_of(block: Block, where: str) -> dict[str, Any]:
+def _image_of(block: Block, where: str) -> dict[str, Any]:
     """Return the image of a block as a part of a message: a source of type base64, or of type url
     with a data URL.
     """
@@ -144,8 +144,14 @@ def joined(parts: Sequence[dict[str, Any]]) -> str | Sequence[dict[str, Any]]:
     return "".join(part["text"] for part in parts)
 
 
-def text_part(text: str) -> dict[str, Any]:
-    """Return the part of a message with a text."""
+def part_of(block: Block, where: str) -> dict[str, Any]:
+    """Return the part of a message for a block of type text or image."""
+    if block["type"] == "image":
+        return _image_of(block, where)
+    return _text_part(string_of(block, "text", where))
+
+
+def _text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
@@ -157,7 +163,7 @@ def result_content(
     """
     content: JsonValue = block.get("content") or ""
     if isinstance(content, str):
-        parts = [text_part(content)]
+        parts = [_text_part(content)]
     elif isinstance(content, list):
         parts = _result_parts(content, f"{where}.content", tools)
     else:
@@ -165,7 +171,7 @@ def result_content(
     is_error = block.get("is_error") or False
     if not isinstance(is_error, bool):
         raise WrongParameterError("messages", f"{where}.is_error: give true or false")
-    return joined([text_part("Error: "), *parts] if is_error else parts)
+    return joined([_text_part("Error: "), *parts] if is_error else parts)
 
 
 def _result_parts(
@@ -177,12 +183,8 @@ def _result_parts(
         place = f"{where}.{number}"
         if not isinstance(part, dict):
             raise WrongParameterError("messages", f"{place}: give an object with a type")
-        kind = block_type(part, place, ("text", "image", "tool_reference"))
-        if kind != "tool_reference":
-            is_text = kind == "text"
-            parts.append(
-                text_part(string_of(part, "text", place)) if is_text else image_of(part, place)
-            )
+        if block_type(part, place, ("text", "image", "tool_reference")) != "tool_reference":
+            parts.append(part_of(part, place))
             continue
         name = string_of(part, "tool_name", place)
         if name not in tools:
@@ -191,7 +193,7 @@ def _result_parts(
             )
         specifications.append(_specification(tools[name]))
     if specifications:
-        parts.append(text_part("\n".join(["<functions>", *specifications, "</functions>"])))
+        parts.append(_text_part("\n".join(["<functions>", *specifications, "</functions>"])))
     return parts
 
 

@@ -22,13 +22,12 @@ from planish.server.messages.content import (
     Block,
     block_type,
     chat_tool,
-    image_of,
     joined,
+    part_of,
     referenced_tools,
     result_content,
     string_of,
     text_of_blocks,
-    text_part,
     thinking_of,
 )
 from planish.server.messages.requests import CountTokensRequest, MessageParam, MessagesRequest
@@ -237,14 +236,8 @@ class _Translation:
         parts: list[dict[str, Any]] = []
         results: dict[str, str | Sequence[dict[str, Any]]] = {}
         for where, block in blocks:
-            kind = block_type(block, where, ("text", "image", "tool_result"))
-            if kind != "tool_result":
-                is_text = kind == "text"
-                parts.append(
-                    text_part(string_of(block, "text", where))
-                    if is_text
-                    else image_of(block, where)
-                )
+            if block_type(block, where, ("text", "image", "tool_result")) != "tool_result":
+                parts.append(part_of(block, where))
                 continue
             if parts:
                 raise WrongParameterError(

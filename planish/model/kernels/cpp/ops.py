@@ -4,8 +4,8 @@ Most functions do the same as the operation of `Backend` with the same name, and
 there. The functions of the attention are documented here.
 
 By default the kernels are used if the CPU has AVX2 or AVX-512, and planish is installed from a
-wheel or finds a C++ compiler; otherwise one log line gives the reason. With PLANISH_KERNELS=native, missing kernels are an error.
-Sampler and trainer use the same library, so their results agree.
+wheel or finds a C++ compiler; otherwise one log line gives the reason. With PLANISH_KERNELS=native,
+missing kernels are an error. Sampler and trainer use the same library, so their results agree.
 
 Shapes: T rows, D hidden, H heads, E head_dim. Tensors are float32 or bf16 and on the CPU. They must
 be contiguous unless a docstring says otherwise.
@@ -207,8 +207,7 @@ def load_library() -> Library | None:
     """Return the library, or None if torch computes everything.
 
     The first call on a machine tests the kernels, and compiles them if planish is not installed
-    from a wheel. Raises UserError if PLANISH_KERNELS=native and
-    kernels are missing or failed.
+    from a wheel. Raises UserError if PLANISH_KERNELS=native and kernels are missing or failed.
     """
     load_warnings.clear()
     setting = kernels_setting()
