@@ -120,6 +120,9 @@ class RayLink:
     def _call(self, method: Any, *args: Any) -> Any:
         """Call a method of the actor, and return its result."""
         exceptions = self._ray.exceptions
+        # In a program that has imported Ray before planish, the call would start another cluster.
+        if not self._ray.is_initialized():
+            raise ReplicaLostError("the connection to the Ray cluster has ended")
         try:
             reference = method.remote(*args)
             while not self._was_killed.is_set():

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ from short_datum import STEP, datum
 from planish import EngineClosedError, ModelInput, SamplingParams, ServiceClient, UserError
 from planish.engine.replication import ExportWeights
 from planish.fleet.fleet import Fleet
-from planish.fleet.ray_link import import_ray, leave_cluster, start_cluster
+from planish.fleet.link import ReplicaLostError
+from planish.fleet.ray_link import RayLink, import_ray, leave_cluster, start_cluster
 from planish.fleet.remote_engine import RemoteEngine
 from planish.service import UnloadModel
 
@@ -242,7 +244,9 @@ def test_bad_input_is_an_error_before_a_replica_starts(model_dir, tmp_path):
 def test_an_address_where_no_ray_answers_is_an_error(monkeypatch):
     from planish.fleet import ray_link
 
-    monkeypatch.setattr(ray_link.import_ray(), "is_initialized", lambda: False)
+    # Ray itself stays as it is: the replicas of other tests use it.
+    no_cluster = SimpleNamespace(is_initialized=lambda: False)
+    monkeypatch.setattr(ray_link, "import_ray", lambda: no_cluster)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
@@ -250,6 +254,13 @@ def test_an_address_where_no_ray_answers_is_an_error(monkeypatch):
             ray_link.join_cluster(address)
     with pytest.raises(UserError, match="ray='here': give 'auto' or HOST:PORT"):
         ray_link.join_cluster("here")
+
+
+def test_a_call_after_the_end_of_the_cluster_starts_no_other_cluster():
+    link = RayLink.__new__(RayLink)
+    link._ray = SimpleNamespace(exceptions=import_ray().exceptions, is_initialized=lambda: False)
+    with pytest.raises(ReplicaLostError, match="the connection to the Ray cluster has ended"):
+        link._call(None)
 
 
 def test_a_program_that_ends_saves_checkpoints_that_wait_for_steps(model_dir, tmp_path):

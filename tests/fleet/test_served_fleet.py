@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -141,7 +142,9 @@ def test_invalid_options_are_errors_before_the_server_starts(
 ):
     from planish.fleet import ray_link
 
-    monkeypatch.setattr(ray_link.import_ray(), "is_initialized", lambda: False)
+    # Ray itself stays as it is: the replicas of other tests use it.
+    no_cluster = SimpleNamespace(is_initialized=lambda: False)
+    monkeypatch.setattr(ray_link, "import_ray", lambda: no_cluster)
     with pytest.raises(UserError, match=message):
         serve(ServeOptions(port=0, data_dir=tmp_path, models={"tiny": str(model_dir)}, **options))
 
