@@ -1,8 +1,9 @@
 """An advantage and a loss of the user's own: functions that an option names by their import path.
 
 An import path is `module:name`. The module must be importable where the run starts, also when it
-is resumed, and the name may have dots (`my_losses:Clipped.loss`). What the functions return is
-checked, and errors name the option and the path.
+is resumed, and the name may have dots (`my_losses:Clipped.loss`). The numbers of `advantage_config`
+or `loss_fn_config` are keyword arguments of the function. What the functions return is checked, and
+errors name the option and the path.
 
 Legend: G trajectories of a group, D sequences.
 """
@@ -27,6 +28,10 @@ from planish.rl.advantages import ADVANTAGES, AdvantageEstimator
 if TYPE_CHECKING:
     from planish.client.custom_loss import CustomLoss
 
+Numbers = Mapping[str, float]
+"""Keyword arguments of an own function, by name."""
+_CONFIG = {"advantage": "advantage_config", "loss_fn": "loss_fn_config"}
+"""The option with the numbers of an own function, by the option that names the function."""
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
@@ -37,11 +42,16 @@ def is_import_path(name: str) -> bool:
 
 def import_path(option: str, value: str | Callable[..., Any]) -> str:
     """Return the import path of a function; a string is returned as it is. Raises UserError if a
-    resumed run could not import the function: a lambda, a local function, or one of a program that
-    is not a file.
+    resumed run could not import the function: a lambda, a local function, a `functools.partial`, or
+    one of a program that is not a file.
     """
     if isinstance(value, str):
         return value
+    if isinstance(value, partial):
+        raise UserError(
+            f"{option}={value!r}: a resumed run could not import a partial; give the function "
+            f"itself, and its numbers as {_CONFIG[option]}={{'name': number}}"
+        )
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not callable(value) or module is None or name is None:
         raise UserError(
@@ -109,16 +119,16 @@ def _program_name() -> str | None:
     return Path(file).stem if file else None
 
 
-def check_own_advantage(path: str, group_size: int | None) -> None:
-    """Raise UserError unless the function of `path` takes the rewards of a group. If the size of
-    groups is known, the function is called once, with the rewards 0, 1, 0, 1, ...
+def check_own_advantage(path: str, numbers: Numbers | None, group_size: int | None) -> None:
+    """Raise UserError unless the function of `path` takes the rewards of a group, and the numbers.
+    If the size of groups is known, the function is called once, with the rewards 0, 1, 0, 1, ...
     """
-    _check_arguments("advantage", path, "rewards")
+    _check_arguments("advantage", path, numbers, "rewards")
     if group_size is None:
         return
     rewards_G = [float(index % 2) for index in range(group_size)]
     try:
-        advantage_estimator(path)(rewards_G)
+        advantage_estimator(path, numbers)(rewards_G)
     except UserError:
         raise
     except Exception as error:
@@ -127,28 +137,34 @@ def check_own_advantage(path: str, group_size: int | None) -> None:
         ) from error
 
 
-def check_own_loss(path: str) -> None:
-    """Raise UserError unless the function of `path` takes datums and logprobs."""
-    _check_arguments("loss_fn", path, "data", "logprobs")
+def check_own_loss(path: str, numbers: Numbers | None) -> None:
+    """Raise UserError unless the function of `path` takes datums, logprobs and the numbers."""
+    _check_arguments("loss_fn", path, numbers, "data", "logprobs")
 
 
-def advantage_estimator(name: str) -> AdvantageEstimator:
-    """Return the estimator of a name in `ADVANTAGES`, or of an import path."""
+def advantage_estimator(name: str, numbers: Numbers | None = None) -> AdvantageEstimator:
+    """Return the estimator of a name in `ADVANTAGES`, or of an import path, which gets the numbers
+    as keyword arguments.
+    """
     if not is_import_path(name):
         return ADVANTAGES[name]
-    return partial(_own_advantages, name, load_function("advantage", name))
+    return partial(
+        _own_advantages, name, partial(load_function("advantage", name), **(numbers or {}))
+    )
 
 
-def own_loss(path: str) -> CustomLoss:
-    """Return the loss of an import path, for `TrainingClient.forward_backward_custom`. The metrics
-    that it returns get the prefix `loss/`.
+def own_loss(path: str, numbers: Numbers | None = None) -> CustomLoss:
+    """Return the loss of an import path, for `TrainingClient.forward_backward_custom`. The function
+    gets the numbers as keyword arguments. The metrics that it returns get the prefix `loss/`.
     """
     function = load_function("loss_fn", path)
 
     @wraps(function)
     def loss(data: Sequence[Any], logprobs_D: list[Any]) -> Any:
         with _named_errors("loss_fn", path):
-            outcome: tuple[Any, Mapping[str, Any]] | None = function(data, logprobs_D)
+            outcome: tuple[Any, Mapping[str, Any]] | None = function(
+                data, logprobs_D, **(numbers or {})
+            )
         match outcome:
             case (value, Mapping() as metrics):
                 return value, {
@@ -211,13 +227,13 @@ def _finite_metric(path: str, key: Any, value: Any) -> float:
     return number
 
 
-def _check_arguments(option: str, path: str, *arguments: str) -> None:
-    function = load_function(option, path)
-    call = f"({', '.join(arguments)})"
+def _check_arguments(option: str, path: str, numbers: Numbers | None, *arguments: str) -> None:
+    function, numbers = load_function(option, path), numbers or {}
+    call = f"({', '.join([*arguments, *(f'{name}={value}' for name, value in numbers.items())])})"
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise UserError(f"{option}={path} is async or a generator; give an ordinary function")
     try:
-        inspect.signature(function).bind(*arguments)
+        inspect.signature(function).bind(*arguments, **numbers)
     except TypeError as error:
         raise UserError(
             f"{option}={path} is called with {call}, which it does not take: {error}"

@@ -17,7 +17,7 @@ environment.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,6 +69,8 @@ class TrainingRewards:
     """Length of the buffer before `max_tokens`, in tokens, in which the penalty grows."""
     overlong_coef: float = 1.0
     """Factor of the penalty."""
+    advantage_config: Mapping[str, float] | None = None
+    """Keyword arguments of an estimator of the user's own."""
 
     def penalty(self, turn: Transition) -> float:
         """Return the penalty of the length of a turn's answer, 0 or less. An answer that was cut
@@ -129,12 +131,12 @@ class TrainingRewards:
             return False
         if self.advantage in ADVANTAGES:
             return True
-        estimate = advantage_estimator(self.advantage)
+        estimate = advantage_estimator(self.advantage, self.advantage_config)
         return not any(any(estimate(returns_G)) for returns_G in returns)
 
     def advantages(self, group: TrajectoryGroup) -> list[list[float] | None]:
         """Return the advantage of each turn, [G][T]; None for a masked trajectory."""
-        estimate = advantage_estimator(self.advantage)
+        estimate = advantage_estimator(self.advantage, self.advantage_config)
         advantages_by_comparison = [estimate(returns_G) for returns_G in self.returns(group)]
         last = len(advantages_by_comparison) - 1
         return [

@@ -112,13 +112,19 @@ class LossOptions:
         converter=_loss_name,
     )
     loss_fn_config: dict[str, float] | None = chz.field(
-        default=None, doc="options of the loss, such as loss_fn_config.clip_high_threshold=1.3"
+        default=None,
+        doc="options of the loss, such as loss_fn_config.clip_high_threshold=1.3; for a function of "
+        "your own, its keyword arguments",
     )
     advantage: str = chz.field(
         default="mean",
         doc=f"advantage estimator: one of {', '.join(ADVANTAGES)}, or a function as module:name",
         metadata=ADVANTAGE_RULE,
         converter=advantage_name,
+    )
+    advantage_config: dict[str, float] | None = chz.field(
+        default=None,
+        doc="keyword arguments of an advantage of your own, such as advantage_config.power=2",
     )
     remove_constant_reward_groups: bool = chz.field(
         default=False,
@@ -236,6 +242,7 @@ class Config(RolloutOptions, LossOptions, RunOptions):
             self.max_tokens,
             buffer,
             self.overlong_coef,
+            self.advantage_config,
         )
 
     def scoring_models(self) -> dict[str, str]:
@@ -310,20 +317,21 @@ def check_all_but_reference(config: Config) -> None:
 def _check_own_functions(config: Config) -> None:
     """Raise UserError for an advantage or a loss of the user's own that cannot be used."""
     if is_import_path(config.advantage):
-        check_own_advantage(config.advantage, config.dataset_builder.smallest_group_size())
+        group_size = config.dataset_builder.smallest_group_size()
+        check_own_advantage(config.advantage, config.advantage_config, group_size)
+    elif config.advantage_config:
+        raise UserError(
+            f"advantage_config is for functions of your own, and advantage={config.advantage} "
+            "takes no options; leave advantage_config out"
+        )
     if not is_import_path(config.loss_fn):
         return
-    if config.loss_fn_config:
-        raise UserError(
-            f"loss_fn_config is for the losses of planish, and loss_fn={config.loss_fn} is a "
-            "function of your own; leave loss_fn_config out"
-        )
     if config.temperature != 1.0:
         raise UnsupportedError(
             f"temperature={config.temperature} with loss_fn={config.loss_fn}: a loss of your own "
             "gets logprobs at temperature 1; give temperature=1, or a loss of planish"
         )
-    check_own_loss(config.loss_fn)
+    check_own_loss(config.loss_fn, config.loss_fn_config)
 
 
 def _check_group_size(config: Config) -> None:

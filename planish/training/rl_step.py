@@ -89,7 +89,8 @@ class TrainingStep:
         config, client = self.config, self.training_client
         data = [sequence.datum(config.loss_fn) for sequence in data_D]
         if is_import_path(config.loss_fn):
-            pending = await client.forward_backward_custom_async(data, own_loss(config.loss_fn))
+            loss = own_loss(config.loss_fn, config.loss_fn_config)
+            pending = await client.forward_backward_custom_async(data, loss)
         else:
             pending = await client.forward_backward_async(
                 data, config.loss_fn, loss_fn_config=loss_options(config)
@@ -157,13 +158,11 @@ class TrainingStep:
         """Return kl_pre_post_v1 and _v2: how far the step moved the policy on its own data."""
         if not self.data_D:
             return {}
-        loss_fn = self.config.loss_fn
+        loss_fn, options = self.config.loss_fn, loss_options(self.config)
         if is_import_path(loss_fn):  # only the logprobs are used
-            loss_fn = "importance_sampling"
+            loss_fn, options = "importance_sampling", None
         data = [sequence.datum(loss_fn) for sequence in self.data_D]
-        pending = await self.training_client.forward_async(
-            data, loss_fn, loss_fn_config=loss_options(self.config)
-        )
+        pending = await self.training_client.forward_async(data, loss_fn, loss_fn_config=options)
         return kl.kl_metrics("kl_pre_post", self.data_D, [await pending])
 
     async def shape_advantages(

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -99,6 +100,11 @@ def replaced(rewards_G):
         (FIRST_VERSION, "replaced is another object than the function that was given"),
         (user_functions.Rules().bound, "bound is another object than the function"),
         (3, "advantage=3: give a name, or a function"),
+        (
+            partial(user_functions.powered, power=2.0),
+            "could not import a partial; give the function itself, and its numbers as "
+            "advantage_config=",
+        ),
     ],
 )
 def test_a_function_that_cannot_be_imported_again_is_refused(function, message):
@@ -189,7 +195,22 @@ def test_an_advantage_that_cannot_be_used_is_refused_before_work_begins(
         (
             {"loss_fn": "user_functions:no_metrics", "loss_fn_config": {"beta": 1.0}},
             UserError,
-            "leave loss_fn_config out",
+            r"called with \(data, logprobs, beta=1.0\), which it does not take: got an unexpected",
+        ),
+        (
+            {"advantage": "user_functions:powered", "advantage_config": {"pover": 2.0}},
+            UserError,
+            r"called with \(rewards, pover=2.0\), which it does not take: got an unexpected",
+        ),
+        (
+            {"advantage": "user_functions:halved", "advantage_config": {"rewards_G": 2.0}},
+            UserError,
+            "which it does not take: multiple values for argument 'rewards_G'",
+        ),
+        (
+            {"advantage": "std", "advantage_config": {"power": 2.0}},
+            UserError,
+            "advantage=std takes no options; leave advantage_config out",
         ),
         (
             {"loss_fn": "user_functions:no_metrics", "temperature": 1.2},
@@ -201,6 +222,23 @@ def test_an_advantage_that_cannot_be_used_is_refused_before_work_begins(
 def test_options_that_do_not_fit_an_own_function_are_refused(options, error, message):
     with pytest.raises(error, match=message):
         check(config_of(**options))
+
+
+def test_the_numbers_of_a_run_are_arguments_of_its_own_functions():
+    words = ["advantage=user_functions:powered", "advantage_config.power=2"]
+    options = read_options(RLOptions, {}, [*words, "advantage_config.scale=3"])
+    config = config_of(
+        advantage=options.advantage,
+        advantage_config=options.advantage_config,
+        loss_fn=user_functions.scaled_gradient,
+        loss_fn_config={"scale": 4},
+    )
+    check(config)
+    advantages = [[0.75], [0.75], [0.1875]]
+    assert config.training_rewards.advantages(group_of(1.0, 0.0, 0.25)) == advantages
+    assert not config.training_rewards.is_constant(group_of(1.0, 1.0))
+    value, _ = own_loss(config.loss_fn, config.loss_fn_config)([datum()], [_leaf()])
+    assert value.item() == pytest.approx(-4.0)
 
 
 def group_of(*rewards):
@@ -267,17 +305,20 @@ def train(service, path, **changes):
 
 def test_a_run_that_is_killed_resumes_with_its_own_advantage(tokenizer, tmp_path):
     """The first process names the function and the second gives it."""
+    numbers = {"advantage_config": {"scale": 0.5}}
     whole, service = FakeService(tokenizer), FakeService(tokenizer)
-    train(whole, tmp_path / "whole", advantage="user_functions:halved")
+    train(whole, tmp_path / "whole", advantage="user_functions:powered", **numbers)
     service.die_at = len(whole.operations) // 2
     with pytest.raises(Killed):
-        train(service, tmp_path / "run", advantage="user_functions:halved")
+        train(service, tmp_path / "run", advantage="user_functions:powered", **numbers)
     service.die_at = None
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert saved["advantage"] == "user_functions:halved"
-    with pytest.raises(UserError, match="advantage was 'user_functions:halved', is 'mean'"):
+    assert saved["advantage"] == "user_functions:powered"
+    with pytest.raises(UserError, match="advantage was 'user_functions:powered', is 'mean'"):
         train(service, tmp_path / "run")
-    train(service, tmp_path / "run", advantage=user_functions.halved)
+    with pytest.raises(UserError, match="advantage_config.*0.5"):
+        train(service, tmp_path / "run", advantage=user_functions.powered)
+    train(service, tmp_path / "run", advantage=user_functions.powered, **numbers)
     assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")
     assert service.clients[-1].weights == whole.clients[-1].weights
     named = FakeService(tokenizer)
@@ -288,7 +329,7 @@ def test_a_run_that_is_killed_resumes_with_its_own_advantage(tokenizer, tmp_path
     ]
     rewards = [row["reward"] for row in first_group]
     shown = [row["advantage"] for row in first_group]
-    assert shown == pytest.approx(user_functions.halved(rewards))
+    assert shown == pytest.approx(user_functions.powered(rewards, scale=0.5))
     assert any(shown)
 
 
@@ -337,7 +378,13 @@ def test_a_loss_that_fails_is_named_and_changes_nothing(engine, tmp_path, loss_f
 def test_an_own_loss_trains_as_the_named_one_of_the_same_formula(engine, tmp_path):
     options = {"lora_rank": 4, "max_steps": 3, "compute_post_kl": True, "num_substeps": 2}
     train(engine, tmp_path / "named", **options)
-    train(engine, tmp_path / "own", **options, loss_fn=user_functions.plain_gradient)
+    # Twice the loss of half the advantages, whose baseline is the mean.
+    own_functions = {
+        "advantage": user_functions.halved,
+        "loss_fn": user_functions.scaled_gradient,
+        "loss_fn_config": {"scale": 2.0},
+    }
+    train(engine, tmp_path / "own", **options, **own_functions)
     named, own = rows_of(tmp_path / "named"), rows_of(tmp_path / "own")
     for left, right in zip(named, own, strict=True):
         assert right["optim/grad_norm"] == pytest.approx(left["optim/grad_norm"], rel=1e-3)

@@ -23,6 +23,11 @@ def against_a_half(rewards_G):
     return [reward - 0.5 for reward in rewards_G]
 
 
+def powered(rewards_G, power=1.0, *, scale=1.0):
+    """Numbers of the run shape the advantage."""
+    return [scale * (reward - 0.5) ** power for reward in rewards_G]
+
+
 def zero(rewards_G):
     return [0.0] * len(rewards_G)
 
@@ -69,6 +74,11 @@ def plain_gradient(data, logprobs_D):
         loss = loss - (ratio_N * inputs["advantages"]).sum()
     num_sampled = sum(datum.loss_fn_inputs["mask"].to_torch().sum() for datum in data)
     return loss, {"sampled:sum": num_sampled, "value": loss}
+
+
+def scaled_gradient(data, logprobs_D, scale=1.0):
+    loss, metrics = plain_gradient(data, logprobs_D)
+    return scale * loss, metrics
 
 
 def no_metrics(data, logprobs_D):
