@@ -154,8 +154,9 @@ def as_user_errors(option: str) -> Iterator[None]:
 
 
 def suggest_arguments(**usual_names: str) -> Callable[[type[T]], type[T]]:
-    """Return a decorator of classes: the error for an unknown argument names the right one.
-    `usual_names` maps names that other libraries use to those of the class.
+    """Return a decorator of classes: for an unknown argument they raise an UnknownArgumentError
+    that names the right one. `usual_names` maps names that other libraries use to those of the
+    class.
     """
 
     def decorate(cls: type[T]) -> type[T]:

@@ -40,7 +40,8 @@ def lock_directory(path: Path, option: str, what: str) -> FileLock:
     """Create a directory if it is missing, lock it, and return the lock.
 
     `option` (the name of the option that gave the path) and `what` (what is written there) appear
-    in error messages. Raises UserError if another process has the lock.
+    in error messages. Raises UserError if another process has the lock. Raises StorageError if the
+    directory cannot be created.
     """
     lock = FileLock(path / ".lock")
     try:
@@ -160,7 +161,7 @@ class RowFile:
             ) from error
 
     def sync(self) -> None:
-        """Flush the file to disk (fsync)."""
+        """Flush the file to disk (fsync). Raises StorageError if that fails."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:

@@ -111,7 +111,9 @@ class TensorData(ArrayEquality):
 
     @classmethod
     def from_numpy(cls, array: np.ndarray) -> TensorData:
-        """Copy an array of any shape: integers become int64, floating point becomes float32."""
+        """Copy an array of any shape: integers become int64, floating point becomes float32. Raises
+        UserError for another dtype.
+        """
         if not isinstance(array, (np.ndarray, np.generic)):
             raise UserError(
                 f"TensorData.from_numpy: got a {type(array).__name__}; give a numpy array"
@@ -127,7 +129,7 @@ class TensorData(ArrayEquality):
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> TensorData:
         """Copy a tensor of any shape and device, without its gradient: integers become int64,
-        floating point becomes float32.
+        floating point becomes float32. Raises UserError for another dtype.
         """
         if not hasattr(tensor, "detach"):
             raise UserError(
@@ -140,7 +142,9 @@ class TensorData(ArrayEquality):
 
     @classmethod
     def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: int = 0) -> TensorData:
-        """Copy a tensor as CSR if it has two dimensions and CSR is smaller, otherwise as dense."""
+        """Copy a tensor as CSR if it has the shape [rows, columns] and CSR is smaller, otherwise as
+        dense. CSR leaves out the entries that equal `pad_value`.
+        """
         dense = cls.from_torch(tensor)
         if tensor.ndim != 2:
             return dense
@@ -152,7 +156,9 @@ class TensorData(ArrayEquality):
         return cls(array[rows, cols], dense.dtype, array.shape, crow.tolist(), cols.tolist())
 
     def to_numpy(self, pad_value: int = 0) -> np.ndarray:
-        """Return the dense array. Entries that a CSR tensor does not store are `pad_value`."""
+        """Return the dense array, of any shape. Entries that a CSR tensor does not store are
+        `pad_value`.
+        """
         if self.sparse_crow_indices is None or self.sparse_col_indices is None:
             return self._values
         assert self.shape is not None
@@ -162,7 +168,7 @@ class TensorData(ArrayEquality):
         return out
 
     def to_torch(self, pad_value: int = 0) -> torch.Tensor:
-        """Return the dense tensor on the CPU; `pad_value` as in `to_numpy`."""
+        """Return the dense tensor on the CPU, of any shape; `pad_value` as in `to_numpy`."""
         import torch
 
         array = self.to_numpy(pad_value)
@@ -179,7 +185,7 @@ class TensorData(ArrayEquality):
 
 def as_tensor_data(key: str, value: Any) -> TensorData:
     """Convert `value` to TensorData. `key` names it in errors and selects the dtype of a plain
-    list.
+    list. Raises UserError for another type, and for a list under an unknown key.
     """
     if isinstance(value, TensorData):
         return value

@@ -185,17 +185,18 @@ def tiny_model(
     """Write a random model of `family`, a key of CONFIGS, as a Hugging Face directory and return
     its path.
 
-    `rope_scaling` takes the fields of Hugging Face's config, such as {"rope_type": "linear",
-    "factor": 2.0}; `window` is the attention window of the layers that have one; `dtype` is
-    "float32" or "bfloat16"; `shards` > 1 spreads the weights over that many files with an index.
-    Only gemma3 and olmo3 have `local_theta`, the RoPE base of layers with a window, and only gemma3
-    has `query_scalar`. By default attention scores do not have the usual scale, so that a test
-    notices a missing factor. qwen3_moe, qwen3_5_moe and gpt_oss have `experts`, of which the router
-    chooses `experts_per_token`, each of hidden size `expert_size`. Only qwen3_moe has
-    `dense_layers` without experts. The shared expert of qwen3_5_moe has hidden size `intermediate`.
-    Each expert of qwen3_moe has tensors of its own, as on the hub. In the other families, all
-    experts of a layer share tensors. Only qwen3_5 and qwen3_5_moe have `delta_net`: fields of the
-    config of gated delta nets, which replace the default ones.
+    `heads`, `kv_heads`, `head_dim` and `max_context` are the sizes of config.json. With `tied`, the
+    head has the weights of the embedding. `rope_scaling` takes the fields of Hugging Face's config,
+    such as {"rope_type": "linear", "factor": 2.0}; `window` is the attention window of the layers
+    that have one; `dtype` is "float32" or "bfloat16"; `shards` > 1 spreads the weights over that
+    many files with an index. Only gemma3 and olmo3 have `local_theta`, the RoPE base of layers with
+    a window, and only gemma3 has `query_scalar`. By default attention scores do not have the usual
+    scale, so that a test notices a missing factor. qwen3_moe, qwen3_5_moe and gpt_oss have
+    `experts`, of which the router chooses `experts_per_token`, each of hidden size `expert_size`.
+    Only qwen3_moe has `dense_layers` without experts. The shared expert of qwen3_5_moe has hidden
+    size `intermediate`. Each expert of qwen3_moe has tensors of its own, as on the hub. In the
+    other families, all experts of a layer share tensors. Only qwen3_5 and qwen3_5_moe have
+    `delta_net`: fields of the config of gated delta nets, which replace the default ones.
     """
     if family not in CONFIGS or dtype not in DTYPES:
         raise ValueError(
@@ -330,8 +331,8 @@ def tiny_transformers_model(
     """Write a random model of any causal language model of transformers, as a Hugging Face
     directory, and return its path.
 
-    `model_type`: that of config.json, such as "glm4". `options`: fields of its config, which take
-    the place of those of TINY_SIZES.
+    `model_type`: that of config.json, such as "glm4". `dtype`: that of the weights, such as
+    "float32". `options`: fields of its config, which take the place of those of TINY_SIZES.
     """
     config = tiny_transformers_config(model_type, **options)
     config.dtype = dtype
@@ -357,7 +358,7 @@ def tiny_transformers_config(model_type: str, **options: Any) -> Any:
 
 
 def has_field(config: Any, name: str) -> bool:
-    """Return whether a config of transformers has a field."""
+    """Return whether a config of transformers has the field `name`."""
     try:
         return hasattr(config, name)
     except Exception:  # Fields that differ between layers raise an error of their own.
@@ -462,7 +463,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 def save_weights(
     directory: str | Path, tensors: Mapping[str, torch.Tensor], shards: int = 1
 ) -> None:
-    """Write tensors as model.safetensors, or as `shards` files with
+    """Write tensors of any shape as model.safetensors, or as `shards` files with
     model.safetensors.index.json.
     """
     directory = Path(directory)

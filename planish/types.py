@@ -111,8 +111,8 @@ class ModelInput:
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int] | np.ndarray | torch.Tensor) -> ModelInput:
-        """Return a ModelInput with one chunk of these token ids: a flat list, or a one-dimensional
-        integer array or tensor.
+        """Return a ModelInput with one chunk of these token ids: a list, or an integer array or
+        tensor [N].
         """
         return cls(chunks=[EncodedTextChunk(tokens=tokens)])  # type: ignore[arg-type]
 

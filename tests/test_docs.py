@@ -117,9 +117,13 @@ def reader(tmp_path_factory, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=pytest.mark.slow if page in SLOW else ())
+        pytest.param(
+            page,
+            id=f"{page}: {len(blocks)} blocks",
+            marks=pytest.mark.slow if page in SLOW else (),
+        )
         for page in PAGES
-        if page not in NOT_RUN and blocks_of((DOCS / page).read_text())
+        if page not in NOT_RUN and (blocks := blocks_of((DOCS / page).read_text()))
     ],
 )
 def test_every_block_of_the_page_runs(page, reader):

@@ -69,7 +69,9 @@ class RestClient(RefusesMethods):
     get_server_capabilities_async = in_thread_returning_result(get_server_capabilities)
 
     def list_checkpoints(self, training_run_id: str) -> Pending[CheckpointsListResponse]:
-        """Return the checkpoints of one training run, newest first."""
+        """Return the checkpoints of one training run, newest first. Raises UserError for an id that
+        cannot be one.
+        """
         if not isinstance(training_run_id, str) or not training_run_id or "/" in training_run_id:
             raise UserError(
                 f"training_run_id={training_run_id!r}: give the id of a training model, such as "
@@ -82,7 +84,7 @@ class RestClient(RefusesMethods):
     def list_user_checkpoints(
         self, limit: int = 100, offset: int = 0
     ) -> Pending[CheckpointsListResponse]:
-        """Return a page of all checkpoints, newest first."""
+        """Return a page of all checkpoints, newest first: at most `limit`, from `offset` on."""
         _check_page(limit, offset)
         checkpoints = self._service.checkpoints()
         cursor = Cursor(offset, limit, len(checkpoints))
@@ -93,7 +95,9 @@ class RestClient(RefusesMethods):
     def get_training_run(
         self, training_run_id: str, access_scope: str = "owned"
     ) -> Pending[TrainingRun]:
-        """Return one training run. Raise CheckpointError if it has no checkpoints."""
+        """Return one training run. Raise CheckpointError if it has no checkpoints. `access_scope`
+        has no effect: the run is one of this machine, or of the API key.
+        """
         checkpoints = self._service.checkpoints(training_run_id)
         if not checkpoints:
             raise CheckpointError(
@@ -107,7 +111,9 @@ class RestClient(RefusesMethods):
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: str = "owned"
     ) -> Pending[TrainingRun]:
-        """Return the training run of the checkpoint at `tinker_path`."""
+        """Return the training run of the checkpoint at `tinker_path`. `access_scope` has no effect,
+        as in `get_training_run`.
+        """
         return self.get_training_run(CheckpointPath.parse(tinker_path).run_id)
 
     get_training_run_by_tinker_path_async = in_thread_returning_result(
@@ -117,7 +123,10 @@ class RestClient(RefusesMethods):
     def list_training_runs(
         self, limit: int = 20, offset: int = 0, access_scope: str = "owned"
     ) -> Pending[TrainingRunsResponse]:
-        """Return a page of the training runs that have checkpoints, the most recent first."""
+        """Return a page of the training runs that have checkpoints, the most recent first: at most
+        `limit`, from number `offset` on. `access_scope` has no effect: the runs are those of this
+        machine, or of the API key.
+        """
         _check_page(limit, offset)
         runs = training_runs(self._service.checkpoints(), self._service.checkpoint_info)
         cursor = Cursor(offset, limit, len(runs))

@@ -138,7 +138,8 @@ class SamplingClient(RefusesMethods):
 
     def result(self, timeout: float | None = None) -> SamplingClient:
         """Return this client. This method lets callers treat the client, which
-        `create_sampling_client` and similar methods return, as a future.
+        `create_sampling_client` and similar methods return, as a future. It is ready at once, so
+        `timeout` has no effect.
         """
         return self
 

@@ -146,7 +146,7 @@ class ServiceClient(RefusesMethods):
         """Finish queued operations and free everything. Ctrl-C drops queued operations.
 
         With `status` "errored" or "interrupted", queued operations are dropped. `detail` has no
-        effect.
+        effect. Raises UserError for another `status`.
         """
         if status not in ("success", "errored", "interrupted"):
             raise UserError(f"status={status!r}: give 'success', 'errored' or 'interrupted'")
@@ -169,9 +169,13 @@ class ServiceClient(RefusesMethods):
         user_metadata: Mapping[str, str] | None = None,
         optimizer: Any = None,
     ) -> TrainingClient:
-        """Create an adapter on a base model. `seed` makes its initial weights reproducible.
+        """Create an adapter of `rank` on a base model. `seed` makes its initial weights
+        reproducible. `train_attn`, `train_mlp` and `train_unembed` say whether the linears of the
+        attention, those of the MLP, and the head are trained. `user_metadata` is saved with
+        checkpoints.
 
-        `optimizer` may be None or AdamOptimizerConfig(), because planish has only AdamW.
+        `optimizer` may be None or AdamOptimizerConfig(), because planish has only AdamW. Raises
+        UnknownModelError for a base model that is not there.
         """
         _check_optimizer(optimizer)
         lora = LoraConfig(
@@ -196,10 +200,10 @@ class ServiceClient(RefusesMethods):
         weights_access_token: str | None = None,
         optimizer: Any = None,
     ) -> TrainingClient:
-        """Create an adapter with the weights of a checkpoint and new optimizer state.
+        """Create an adapter with the weights of the checkpoint at `path` and new optimizer state.
 
         Give `base_model` only to use another base model, of the same architecture, than the
-        checkpoint's.
+        checkpoint's. planish has no access tokens, so `weights_access_token` must be None.
         """
         reject_options(weights_access_token=weights_access_token)
         _check_optimizer(optimizer)
@@ -214,7 +218,10 @@ class ServiceClient(RefusesMethods):
         user_metadata: Mapping[str, str] | None = None,
         weights_access_token: str | None = None,
     ) -> TrainingClient:
-        """Create an adapter that resumes bit for bit from a checkpoint of `save_state`."""
+        """Create an adapter that resumes bit for bit from the checkpoint of `save_state` at `path`.
+        The other arguments are those of `create_training_client_from_state`: `base_model`,
+        `user_metadata` and `weights_access_token`.
+        """
         reject_options(weights_access_token=weights_access_token)
         return self._create_from_state(path, base_model, user_metadata, with_optimizer=True)
 
@@ -230,7 +237,7 @@ class ServiceClient(RefusesMethods):
         record_stability_info: bool = False,
     ) -> SamplingClient:
         """Create a client that samples from a base model, or from the checkpoint (of either kind)
-        at `model_path`.
+        at `model_path`. Raises UserError if neither is given.
 
         `retry_config` of the tinker SDK has no effect: a local engine needs no retries, and the
         connection to a server has its own. `record_stability_info`: see `planish.service.Sample`.

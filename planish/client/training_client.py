@@ -182,7 +182,7 @@ class TrainingClient(RefusesMethods):
         self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
     ) -> Pending[OptimStepResponse]:
         """Apply the accumulated gradient with AdamW, and clear it. `adam_params` is another name
-        for `optim_params`.
+        for `optim_params`. Raises UserError unless one of them is given.
         """
         if (optim_params is None) == (adam_params is None):
             raise UserError(
@@ -202,8 +202,9 @@ class TrainingClient(RefusesMethods):
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> Pending[SaveWeightsResponse]:
-        """Save a training checkpoint with optimizer state. It does not include a gradient that has
-        not been applied yet.
+        """Save a training checkpoint `name` with optimizer state. It does not include a gradient
+        that has not been applied yet. The checkpoint expires after `ttl_seconds`; None keeps it.
+        `overwrite` replaces an earlier checkpoint of the same name, which is otherwise an error.
         """
         operation = SaveWeights(self.model_id, name, ttl_seconds, overwrite, user_metadata or {})
         return Pending(self._submit(operation))
@@ -213,7 +214,9 @@ class TrainingClient(RefusesMethods):
     def load_state(
         self, path: str, weights_access_token: str | None = None
     ) -> Pending[LoadWeightsResponse]:
-        """Load the weights of a checkpoint with the same adapter shape, and reset the optimizer."""
+        """Load the weights of the checkpoint at `path` with the same adapter shape, and reset the
+        optimizer. planish has no access tokens, so `weights_access_token` must be None.
+        """
         reject_options(weights_access_token=weights_access_token)
         return Pending(self._submit(LoadWeights(self.model_id, path)))
 
@@ -222,7 +225,9 @@ class TrainingClient(RefusesMethods):
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
     ) -> Pending[LoadWeightsResponse]:
-        """Load the weights, the optimizer state and the step count of a `save_state` checkpoint."""
+        """Load the weights, the optimizer state and the step count of the `save_state` checkpoint
+        at `path`. planish has no access tokens, so `weights_access_token` must be None.
+        """
         reject_options(weights_access_token=weights_access_token)
         return Pending(self._submit(LoadWeights(self.model_id, path, with_optimizer=True)))
 
@@ -236,7 +241,10 @@ class TrainingClient(RefusesMethods):
         *,
         overwrite: bool = False,
     ) -> Pending[SaveWeightsForSamplerResponse]:
-        """Save a sampler checkpoint: the weights alone, in PEFT's format."""
+        """Save a sampler checkpoint `name`: the weights alone, in PEFT's format. The checkpoint
+        expires after `ttl_seconds`; None keeps it. `overwrite` replaces an earlier checkpoint of
+        the same name, which is otherwise an error.
+        """
         operation = SaveWeightsForSampler(
             self.model_id, name, ttl_seconds, overwrite, user_metadata or {}
         )
@@ -255,7 +263,7 @@ class TrainingClient(RefusesMethods):
         Later training does not change its weights.
 
         With `name`, the weights are also saved as a sampler checkpoint. `kind` "inflight" has the
-        same effect as "snapshot".
+        same effect as "snapshot". `record_stability_info`: see `planish.service.Sample`.
         """
         if name is not None:
             path = self.save_weights_for_sampler(name).result().path
@@ -292,9 +300,10 @@ class TrainingClient(RefusesMethods):
     def create_sampling_client(
         self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
     ) -> SamplingClient:
-        """Create a client that samples from a checkpoint.
+        """Create a client that samples from the checkpoint at `model_path`.
 
-        The options are those of `ServiceClient.create_sampling_client`.
+        The options, `retry_config` and `record_stability_info`, are those of
+        `ServiceClient.create_sampling_client`.
         """
         return create_sampling_client(self._session, None, model_path, record_stability_info)
 

@@ -122,8 +122,8 @@ def replay(
 def recorded_rows(
     reader: RunReader, step: int, group: int, sample: int | None, split: str
 ) -> list[Row]:
-    """Return the index rows of a group, or of one of its rollouts. Raises UserError if there are
-    none.
+    """Return the index rows of a group, or of its rollout `sample` if that is not None. Raises
+    UserError if there are none.
     """
     reader.refresh_rollouts()
     table = reader.rollouts

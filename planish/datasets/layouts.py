@@ -149,7 +149,9 @@ def prompt_of(row: Columns, where: str) -> Conversation:
 
 
 def find_layout(row: Columns, layouts: Mapping[Layout, Any], where: str) -> Layout:
-    """Return the first of `layouts` that a row has. Raise UserError if it has none."""
+    """Return the first of `layouts` that a row has. Raise UserError if it has none. `where` names
+    the row in the message.
+    """
     for layout in layouts:
         if all(row.get(name) is not None for name in layout.columns):
             return layout
@@ -162,7 +164,7 @@ def find_layout(row: Columns, layouts: Mapping[Layout, Any], where: str) -> Layo
 
 def check_refused(row: Columns, refusals: Mapping[str, str], where: str) -> None:
     """Raise UserError for a column of `refusals` that says something. Null, an empty value and a
-    weight of 1 say nothing.
+    weight of 1 say nothing. `where` names the row in the message.
     """
     for name, remedy in refusals.items():
         value = row.get(name)
@@ -172,7 +174,9 @@ def check_refused(row: Columns, refusals: Mapping[str, str], where: str) -> None
 
 
 def with_common_columns(messages: list[Message], row: Columns, where: str) -> list[Message]:
-    """Return the messages with the row's system message and tools."""
+    """Return the messages with the row's system message and tools. `where` names the row in
+    errors.
+    """
     for name in SYSTEM_COLUMNS:
         if row.get(name) is not None:
             messages = with_system(messages, row[name], f'{where}, "{name}"')

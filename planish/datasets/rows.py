@@ -313,7 +313,7 @@ def hold_out(
 
     `eval_problems` random ones of `num_problems` problems are held out of training. Raise UserError
     if no training problem would be left. `source` is the part of the message that says why problems
-    are held out.
+    are held out. `unit` is the word for problems in it, and `seed` chooses them.
     """
     if eval_problems >= num_problems:
         raise UserError(
@@ -326,7 +326,9 @@ def hold_out(
 
 
 def warn_of_partial_batch(num_rows: int, batch_size: int, unit: str = "rows") -> None:
-    """Log how many rows an epoch leaves out because they do not fill a batch."""
+    """Log how many rows an epoch leaves out because they do not fill a batch. `unit` is the word
+    for rows.
+    """
     if num_left := num_rows % batch_size:
         _log.warning(
             "batch_size=%d: %d of %d %s do not fill a batch and are left out of each epoch",

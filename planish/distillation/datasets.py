@@ -62,6 +62,7 @@ class TaughtDataset(RLDataset):
     parts: Sequence[RLDataset]
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        """Return the groups of a batch: those of each dataset, with the name of its teacher."""
         return [
             TaughtGroup(builder, teacher_name(index))
             for index, part in enumerate(self.parts)

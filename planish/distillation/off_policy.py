@@ -156,12 +156,14 @@ class SoftCrossEntropy:
     async def submit(
         self, training_client: TrainingClient, data: Sequence[Datum]
     ) -> "SoftGradient":
+        """Ask the teacher for the soft targets of a batch, and submit the student's gradient."""
         targets = await soft_targets(data, self.teacher, self.topk, self.num_ids)
         return SoftGradient(
             targets, await CrossEntropy(self.tokenizer).submit(training_client, targets.data)
         )
 
     def evaluator(self, test_set: SupervisedDataset) -> "SoftEvaluator":
+        """Return the evaluator of held-out data, with soft targets of the same teacher."""
         return SoftEvaluator(held_out_data(test_set), self.teacher, self.topk, self.num_ids)
 
 
@@ -173,6 +175,7 @@ class SoftGradient:
     gradient: PendingGradient
 
     async def metrics(self) -> Metrics:
+        """Return the metrics of the step, and those of its soft targets."""
         metrics = await self.gradient.metrics()
         return metrics | self.targets.metrics(metrics.get("train_mean_nll"))
 

@@ -93,7 +93,9 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
 
 
 def check(config: Config) -> None:
-    """Raise UserError for an invalid option. It runs before anything is loaded."""
+    """Raise UserError for an invalid option, and UnsupportedError for one that distillation does
+    not have. It runs before anything is loaded.
+    """
     rl.check_all_but_reference(config)
     if not config.dataset_builder.parts:
         raise UserError(

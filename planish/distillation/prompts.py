@@ -55,7 +55,9 @@ def load_prompts(
 
 
 def check_prompt(messages: Sequence[Mapping[str, Any]], renderer: Renderer, where: str) -> None:
-    """Raise UserError if the renderer's format cannot express the messages, without tokenising."""
+    """Raise UserError if the renderer's format cannot express the messages, without tokenising.
+    `where` begins the message.
+    """
     try:
         renderer.check_prompt(messages)
     except ValueError as error:
@@ -70,10 +72,12 @@ class PromptOnlyEnv(Env):
     messages: list[Message]
 
     async def initial_observation(self) -> tuple[Observation, StopCondition]:
+        """Return the tokens of the prompt, and what ends an answer."""
         prompt = self.renderer.build_generation_prompt(self.messages)
         return prompt, self.renderer.get_stop_sequences()
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        """Return the end of the episode, with the reward 0: the teacher is the only signal."""
         logtree.conversation([*self.messages, self.renderer.parse_response(action).message])
         return final_step(self.renderer, 0.0, extra)
 

@@ -77,6 +77,8 @@ async def evaluate(
     prompt leaves no tokens for an answer, its answers have an error, and the evaluation continues.
     Without `context_window`, such a prompt ends the evaluation.
 
+    `concurrency` is the number of questions that are asked at the same time.
+
     `out` is a directory in which answers are saved. If `out` already contains this evaluation, the
     evaluation is resumed.
 
@@ -192,7 +194,7 @@ def resolve_sampling(
     task: Task, sampling: Sampling | None, k: Sequence[int] | None, concurrency: int
 ) -> tuple[Sampling | None, tuple[int, ...]]:
     """Return the sampling options and the values of k. Raises UserError if the task cannot use
-    them.
+    them, or for a `concurrency` below 1.
 
     For a task that scores choices, return None and ().
     """

@@ -81,7 +81,8 @@ def load_task(
 
     `data` is a file, a directory with a test split, or a hub name (docs/reference/data.md); None is
     the published test set. `split` names another split than test. `title` replaces `name` as the
-    task's name in metrics and files.
+    task's name in metrics and files. Raises UserError for an unknown task, and for data without its
+    rows.
     """
     kind = TASKS.get(name)
     if kind is None:

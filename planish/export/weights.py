@@ -34,7 +34,8 @@ def download(
     api_key: str | None = None,
     data_dir: PathLike | None = None,
 ) -> str:
-    """Download the files of a checkpoint into a new or empty directory, and return that directory.
+    """Download the files of the checkpoint `tinker_path` into a new or empty directory, and return
+    that directory.
 
     The checkpoint is read from the server at `base_url`. Without a server it is read from
     `data_dir`, the directory of this machine's checkpoints.
@@ -62,7 +63,8 @@ def build_hf_model(
     `base_model` is by default the one that the adapter names. Another one must have the same
     architecture; its weights are not checked. `dtype` is float32, bfloat16 or float16; None keeps
     that of the base model. `shard_bytes` limits the size of a file, and so the memory in use.
-    `models` maps names to directories, as in ServiceClient.
+    `models` maps names to directories, as in ServiceClient. `overwrite` lets the files replace
+    those of an earlier export in `output_path`.
     """
     options = ExportOptions("merged", dtype, base_model, overwrite, shard_bytes)
     return _build(adapter_path, output_path, options, models)
@@ -79,7 +81,8 @@ def build_lora_adapter(
 ) -> str:
     """Write an adapter that `PeftModel.from_pretrained` can load, and return its directory.
 
-    The arguments are those of `build_hf_model`; the default of `dtype` is float32.
+    The arguments, `overwrite` among them, are those of `build_hf_model`; the default of `dtype` is
+    float32.
     """
     return _build(
         adapter_path, output_path, ExportOptions("peft", dtype, base_model, overwrite), models
@@ -89,10 +92,11 @@ def build_lora_adapter(
 def publish_to_hf_hub(
     *, model_path: PathLike, repo_id: str, private: bool = True, token: str | None = None
 ) -> str:
-    """Upload an export to a hub repository, which is created if necessary, and return its URL.
+    """Upload an export to the hub repository `repo_id`, and return its URL. A repository that is
+    missing is created: `private`, or public.
 
     `token` is that of huggingface_hub: None uses the token of `hf auth login`, or HF_TOKEN. Other
-    files in the repository are kept.
+    files in the repository are kept. Raises UserError for a directory that is no export.
     """
     directory = Path(model_path).expanduser()
     if not (directory / MARKER_FILE).is_file():

@@ -84,8 +84,9 @@ def resolve_model(
     """Return the local Hugging Face directory of base model `name`.
 
     The first use downloads or converts the model, unless `fetch` is False. `models` maps names to
-    directories or .gguf files. Raises UnknownModelError, which lists the sources tried and the
-    remedy. Raises DamagedFileError or UnsupportedError if a model was found that cannot be used.
+    directories or .gguf files. Raises UserError for an empty name, and UnknownModelError, which
+    lists the sources tried and the remedy. Raises DamagedFileError or UnsupportedError if a model
+    was found that cannot be used.
     """
     if not isinstance(name, str) or not name.strip():
         given = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"

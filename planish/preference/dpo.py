@@ -252,7 +252,7 @@ class PairObjective:
         logprobs_D: Sequence[torch.Tensor],
         reference_logprobs_D: Sequence[float] | None,
     ) -> tuple[torch.Tensor, Metrics]:
-        """Return the loss, and all metrics of the batch by name."""
+        """Return the loss, a scalar, and all metrics of the batch by name."""
         loss, metrics = pair_loss(self.loss_fn, data, logprobs_D, reference_logprobs_D)
         return loss, {f"{self.name}_loss": float(loss.detach()), **metrics}
 
@@ -300,7 +300,7 @@ def pair_loss(
     logprobs_D: Sequence[torch.Tensor],
     reference_logprobs_D: Sequence[float] | None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """Return the loss, averaged over pairs, and its metrics.
+    """Return the loss, a scalar averaged over pairs, and its metrics.
 
     `data` alternates between chosen and rejected answers. `logprobs_D` are the policy's logprobs of
     each target. `reference_logprobs_D` are the reference's logprobs of whole answers.
@@ -333,7 +333,7 @@ def pair_loss(
 
 
 def answer_logprob(datum: Datum, logprobs: torch.Tensor) -> torch.Tensor:
-    """Return the sum of `logprobs` over the targets that have a weight."""
+    """Return the sum, a scalar, of `logprobs` [N] over the weighted targets of `datum`."""
     return (datum.loss_fn_inputs["weights"].to_torch() * logprobs).sum()
 
 

@@ -89,11 +89,13 @@ class PreferenceEnv(Env):
     renderer: Renderer
 
     async def initial_observation(self) -> tuple[Observation, StopCondition]:
+        """Return the tokens of the prompt, and what ends an answer."""
         return self.renderer.build_generation_prompt(
             self.prompt
         ), self.renderer.get_stop_sequences()
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        """Return the end of the episode, with the reward 0. The group is graded as a whole."""
         answer = read_answer(self.renderer, action)
         with logtree.scope_header("Prompt"):
             logtree.conversation(self.prompt)
@@ -121,6 +123,7 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
         require_tournament(self.num_envs, self.matchup_group_size, name="num_envs")
 
     async def make_envs(self) -> Sequence[Env]:
+        """Return an environment for each answer of the group."""
         return [PreferenceEnv(self.convo_prefix, self._renderer) for _ in range(self.num_envs)]
 
     async def compute_group_rewards(
@@ -152,6 +155,7 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
         ]
 
     def logging_tags(self) -> list[str]:
+        """Return the tag of the metrics of these groups."""
         return ["pair_pref"]
 
     @property
@@ -169,7 +173,9 @@ def reward_and_metrics(answer: Answer, standing: Standing) -> tuple[float, Metri
 def require_tournament(
     group_size: int, matchup_group_size: int, *, name: str = "group_size"
 ) -> None:
-    """Raise UserError for groups or chunks of fewer than two answers."""
+    """Raise UserError for groups or chunks of fewer than two answers. `name` is the option with the
+    size of groups.
+    """
     if group_size < 2:
         raise UserError(
             f"{name}={group_size}: give at least 2: answers are compared within their group"

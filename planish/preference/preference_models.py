@@ -52,7 +52,9 @@ class BothOrders:
         return (given - swapped) / 2
 
     def require_fits(self, prompt: Messages, max_tokens: int, where: str) -> None:
-        """Raise UserError if the other model cannot compare answers of `max_tokens` tokens."""
+        """Raise UserError if the other model cannot compare answers of `max_tokens` tokens. `where`
+        begins the message.
+        """
         if isinstance(self.model, BoundedPreferenceModel):
             self.model.require_fits(prompt, max_tokens, where)
 

@@ -59,7 +59,9 @@ class LabeledComparison:
 
 
 def preferred_answer(question: str, chosen: str, rejected: str) -> LabeledComparison:
-    """Return the comparison of two texts that answer `question`; `chosen` is A and is preferred."""
+    """Return the comparison of two texts that answer `question`: `chosen` is A and is preferred,
+    and `rejected` is B.
+    """
     prompt = [{"role": "user", "content": question}]
     answers = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
     return LabeledComparison(Comparison(prompt, *answers), "A")

@@ -114,7 +114,9 @@ class FixedHistory(ABC):
         """Return the header of the next message, which `role` will write."""
 
     def prompt_turns(self, messages: Sequence[CheckedMessage], role: str) -> list[Turn]:
-        """Return the turns of the prompt for the next message, the header of that message last."""
+        """Return the turns of the prompt for the next message, which is one of `role`, the header
+        of that message last.
+        """
         header = self.suffix(messages, role)
         return [*self.turns(messages), Turn(header, (), None, sampled=True)]
 

@@ -127,8 +127,8 @@ class Codec:
         return self._control_ids[text]
 
     def require(self, texts: Iterable[str], renderer: str) -> None:
-        """Guard the tokens `texts` from now on. Raises ValueError if one of them is not a single
-        token.
+        """Guard the tokens `texts` from now on, for the format `renderer`. Raises ValueError if one
+        of them is not a single token.
         """
         for text in texts:
             id_ = self.control_id(text)
@@ -355,8 +355,8 @@ def split_text(text: str, marks: Sequence[str]) -> list[Piece]:
 
 
 def whole_characters(text: str) -> str:
-    """Replace each lone surrogate (half a character) with U+FFFD. JSON and file names can contain
-    lone surrogates, but no tokenizer accepts them.
+    """Replace each lone surrogate (half a character) of `text` with U+FFFD. JSON and file names can
+    contain lone surrogates, but no tokenizer accepts them.
     """
     try:
         text.encode()

@@ -18,7 +18,9 @@ def conversation_to_datum(
     train_on_what: TrainOnWhat | str = TrainOnWhat.ALL_ASSISTANT_MESSAGES,
     reduction: Reduction = "mean",
 ) -> Datum:
-    """Return one conversation as one datum; see `datum_from_weights` for arguments and errors."""
+    """Return one conversation as one datum of at most `max_length` positions; see
+    `datum_from_weights` for arguments and errors.
+    """
     model_input, weights = renderer.build_supervised_example(messages, train_on_what)
     return datum_from_weights(model_input, weights, max_length, reduction)
 
@@ -29,12 +31,12 @@ def datum_from_weights(
     max_length: int | None = None,
     reduction: Reduction = "mean",
 ) -> Datum:
-    """Return tokens (N) and weights (N) as a datum of N - 1 positions: position i reads token i and
+    """Return tokens [N] and weights [N] as a datum of N - 1 positions: position i reads token i and
     predicts token i + 1.
 
-    At most the first `max_length` positions are kept; an image is kept as a whole or not at all. The
-    targets at the positions of images are 0. With reduction "mean" the weights are divided
-    by their sum, so that each example counts equally in a summed loss; "none" keeps the weights.
+    At most the first `max_length` positions are kept; an image is kept as a whole or not at all.
+    The targets at the positions of images are 0. With reduction "mean" the weights are divided by
+    their sum, so that each example counts equally in a summed loss; "none" keeps the weights.
     Raises ValueError if no kept target has a weight.
     """
     if reduction not in ("mean", "none"):

@@ -205,8 +205,8 @@ def last_user_index(messages: Sequence[CheckedMessage]) -> int:
 def read_messages(
     messages: Sequence[Mapping[str, Any]], capabilities: Capabilities, renderer: str
 ) -> list[CheckedMessage]:
-    """Return the conversation in checked form. Raise a ValueError that names the message, its fault
-    and the remedy.
+    """Return the conversation in checked form. `capabilities` are those of the format `renderer`.
+    Raise a ValueError that names the message, its fault and the remedy.
     """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise ValueError(
@@ -476,7 +476,8 @@ def _read_tools(
 
 def tool_json(tool: Any, where: str) -> str:
     """Return a tool's specification as the chat templates write it: {"type": "function",
-    "function": {...}}. A specification in this form keeps its keys and their order.
+    "function": {...}}. A specification in this form keeps its keys and their order. Raises
+    ValueError for another form; `where` begins the message.
     """
     spec = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str) or not spec["name"]:

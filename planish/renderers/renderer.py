@@ -195,7 +195,7 @@ class Renderer:
         messages: Messages,
         train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE,
     ) -> tuple[ModelInput, torch.Tensor]:
-        """Return the tokens (N) and their weights, float32 (N): 1.0 for the targets.
+        """Return the tokens [N] and their weights, float32 [N]: 1.0 for the targets.
 
         `train_on_what` chooses messages. The text and the end mark of a chosen message are targets;
         headers are targets only with ALL_TOKENS. If the format strips reasoning from history, the
@@ -226,7 +226,8 @@ class Renderer:
         messages: Messages,
         train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE,
     ) -> list[tuple[ModelInput, torch.Tensor]]:
-        """Return examples in which each trained answer follows the prompt that sampling would use.
+        """Return examples, tokens [N] and weights [N], in which each trained answer follows the
+        prompt that sampling would use.
 
         If the format keeps history, this is the one example of `build_supervised_example`. If the
         format strips history, there is one example for each user turn that has targets.
@@ -293,7 +294,7 @@ class Renderer:
             yield turn, is_target
 
     def parse_response(self, tokens: Sequence[int] | np.ndarray) -> ParsedResponse:
-        """Parse sampled tokens, which include the stop token or stop string, into (message,
+        """Parse sampled tokens [T], which include the stop token or stop string, into (message,
         termination).
 
         The message is a dictionary with role and content, and with tool_calls and
@@ -309,8 +310,8 @@ class Renderer:
         """Return the messages that offer `tools` to the model, for the start of a conversation.
 
         The rendered text equals that of the model's chat template. With `system_prompt` "", the
-        conversation has no system message of its own. Raises UnsupportedError if the format cannot
-        express tools.
+        conversation has no system message of its own. Raises ValueError for an invalid
+        specification, and UnsupportedError if the format cannot express tools.
         """
         if not self.format.capabilities.tools:
             raise UnsupportedError(

@@ -56,7 +56,7 @@ _NAME_IN_FOLDER = re.compile(_SPLIT_PATTERN + _SUFFIX_PATTERN)
 
 def split_label(split: str) -> str:
     """Return the name of a split in file names: "train", or "eval_NAME" for "eval/NAME". In NAME,
-    characters other than letters, digits and "_.-" become "_".
+    characters other than letters, digits and "_.-" become "_". Raises UserError for another split.
     """
     kind, _, name = split.partition("/")
     if split == "train":
@@ -115,7 +115,8 @@ class RolloutFiles:
 
         `split` is "train" or "eval/NAME". `advantages_P_G` has a row for each of `groups`; None if
         the groups are not trained on. `sections` are captured log trees, shown after the groups.
-        `trained` has the trained tokens by (group, trajectory).
+        `trained` has the trained tokens by (group, trajectory). `title` is the heading of the page;
+        by default it names the split and the iteration.
         """
         page_path = self.path(split, iteration, PAGE)
         title = title or f"{split} · iteration {iteration}"
@@ -162,7 +163,9 @@ class RolloutFiles:
         groups: Sequence[GroupRollout],
         advantages_P_G: Sequence[Sequence[float | None]] | None,
     ) -> list[dict[str, Any]]:
-        """Return the texts of the first `num_groups_to_log` groups, as rows of *_rollouts.jsonl."""
+        """Return the texts of the first `num_groups_to_log` groups of an iteration, as rows of
+        *_rollouts.jsonl.
+        """
         logged = groups[: self.num_groups_to_log]
         return list(rollout_rows(split, iteration, logged, advantages_P_G, self._detokenizer, {}))
 

@@ -159,9 +159,9 @@ def assemble_training_data(
     advantages_P: Sequence[Sequence[float | Sequence[float] | None]],
     teacher: str | None = None,
 ) -> list[TrainingSequence]:
-    """Return the sequences of all trajectories in order. Sequences without a trained token are
-    left out. `advantages_P` has for each trajectory its advantage, or one for each turn, or None
-    to leave the trajectory out.
+    """Return the sequences of all trajectories in order. Sequences without a trained token are left
+    out. `advantages_P` has for each trajectory its advantage, or one for each turn, or None to
+    leave the trajectory out. The sequences get the name `teacher`.
     """
     return [
         replace(sequence, teacher=teacher, trajectory=index)

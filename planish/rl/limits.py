@@ -132,7 +132,7 @@ class RolloutLimits:
         continue.
 
         `trajectory_tokens` is the length of the next prompt, or of the whole episode if there is no
-        next prompt.
+        next prompt. `turns` and `seconds` count from the start of the episode.
         """
         if self.max_turns is not None and turns >= self.max_turns:
             return StopReason.MAX_TURNS
@@ -234,8 +234,8 @@ class TerminationRewardPolicy:
         return stop_reason in self.limit_stop_reasons
 
     def skips_grading(self, stop_reason: str | None) -> bool:
-        """Return whether an episode is not graded, because it ran out of time and could only get a
-        reward of 0 or less.
+        """Return whether an episode that ended with `stop_reason` is not graded, because it ran out
+        of time and could only get a reward of 0 or less.
         """
         timed_out = stop_reason == StopReason.ROLLOUT_TIMEOUT
         return (

@@ -74,6 +74,7 @@ class Criterion:
 
     @property
     def instruction(self) -> str:
+        """Return the last line of the prompt, which says how the judge writes its score."""
         if self.grader_output_format_instruction:
             return self.grader_output_format_instruction
         if self.word_scores is not None:

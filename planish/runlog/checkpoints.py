@@ -267,7 +267,7 @@ class RunCheckpoints:
         return record
 
     def save_final(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
-        """Save the last state and weights, which do not expire."""
+        """Save the last state and weights, which do not expire, after `batch` trained batches."""
         return self._save(f"final-{batch:06d}", batch, None, extra, with_sampler=True, final=True)
 
     def _save(

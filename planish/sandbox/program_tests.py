@@ -138,7 +138,9 @@ def outcome_of(execution: Execution, is_correct: Callable[[], bool]) -> Outcome:
 
 
 def texts_match(printed: str, expected: str) -> bool:
-    """Return whether two texts have the same words in each line; see `StdinTest`."""
+    """Return whether the text that was printed and the expected one have the same words in each
+    line; see `StdinTest`.
+    """
     actual, expected_lines = words_by_line(printed), words_by_line(expected)
     return len(actual) == len(expected_lines) and all(map(lines_match, actual, expected_lines))
 
@@ -154,7 +156,9 @@ def lines_match(printed: Sequence[str], expected: Sequence[str]) -> bool:
 
 
 def words_match(printed: str, expected: str) -> bool:
-    """Return whether two words are equal, up to `TOLERANCE` if `expected` is a decimal number."""
+    """Return whether a printed word and `expected` are equal, up to `TOLERANCE` if `expected` is a
+    decimal number.
+    """
     if DECIMAL_NUMBER.fullmatch(expected) and ANY_NUMBER.fullmatch(printed):
         return is_close(float(printed), float(expected))
     return printed == expected
@@ -180,7 +184,7 @@ def values_match(returned: Any, expected: Any) -> bool:
 
 
 def is_close(actual: float, expected: float) -> bool:
-    """Return whether two numbers are equal up to `TOLERANCE`."""
+    """Return whether `actual` equals `expected` up to `TOLERANCE`."""
     try:
         return math.isclose(actual, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     except OverflowError:  # an int larger than any float

@@ -112,9 +112,10 @@ class Sandbox:
     ) -> Execution:
         """Run the program `source` and return its result, whether the program succeeds or fails.
 
-        `files` maps the names of additional files to their texts. The program can import or read
-        these files from its own directory. Raises SandboxError if the program could not be run, and
-        UserError for a bad argument.
+        `stdin` is its input, and `arguments` are those of its command. `files` maps the names of
+        additional files to their texts. The program can import or read these files from its own
+        directory. Raises SandboxError if the program could not be run, and UserError for a bad
+        argument.
         """
         content_by_path = {START_PATH: START_SOURCE}
         for name, text in {**(files or {}), "main.py": source}.items():

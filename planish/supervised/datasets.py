@@ -72,13 +72,17 @@ class RowDataset(SupervisedDataset):
         shuffle_seed: int | None,
     ) -> tuple[Self, Self | None]:
         """Return (training set, test set). The test set has all its rows in their own order; it is
-        None without rows.
+        None without rows. `shuffle_seed` is that of the order of the training rows; None keeps
+        their order.
         """
         train_set = cls(train, batch_size, to_batch, shuffle_seed=shuffle_seed)
         warn_of_partial_batch(len(train), batch_size)
         return train_set, cls(test, batch_size, to_batch, drop_last=False) if test else None
 
     def get_batch(self, index: int) -> Batch:
+        """Return the datums of batch `index` of the epoch. The last batch is smaller if
+        `drop_last` is False and rows are left.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} is not in 0..{len(self) - 1}")
         row_indices = self._order[index * self.batch_size :][: self.batch_size]
@@ -92,9 +96,13 @@ class RowDataset(SupervisedDataset):
         )
 
     def data_size(self) -> int:
+        """Return the number of rows."""
         return len(self.rows)
 
     def set_epoch(self, seed: int = 0) -> None:
+        """Put the rows into the order of an epoch, which depends on `shuffle_seed` and `seed`
+        alone.
+        """
         num_rows = len(self.rows)
         if self.shuffle_seed is None:
             self._order = np.arange(num_rows)
@@ -140,7 +148,8 @@ def row_splits(
     """Return rows to train on, and the first `test_size` rows of the test split (None = all).
 
     `planish.datasets.split_names` describes the names of the splits. If there is no test split,
-    `test_size` randomly chosen rows are held out of training. With None, nothing is held out then.
+    `test_size` rows, chosen at random by `shuffle_seed`, are held out of training. With None,
+    nothing is held out then. Raises UserError if no training row would be left.
     """
     if test_size is not None and test_size < 0:
         raise UserError(f"test_size={test_size}: give a whole number, 0 for no evaluation")

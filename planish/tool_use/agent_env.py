@@ -89,9 +89,14 @@ class AgentToolMessageEnv(MessageEnv):
         self._timeout: asyncio.Timeout | None = None
 
     async def initial_observation(self) -> list[Message]:
+        """Return the messages with which the episode begins."""
         return self.history
 
     async def step(self, message: Message) -> MessageStepResult:
+        """Run the tool calls of the policy's message, and return their results as the next
+        messages. The episode ends, and is graded, at a message without calls, at a limit, or if a
+        tool asks for it.
+        """
         self._num_turns += 1
         self.history.append(message)
         calls = message.get("tool_calls") or []
@@ -125,22 +130,29 @@ class AgentToolMessageEnv(MessageEnv):
         )
 
     async def observe_truncated_response(self, message: Message) -> list[Message]:
+        """Return the conversation with a message that the limit of tokens cut off. Its calls do not
+        run.
+        """
         self.history.append(message)
         return self.history
 
     async def add_messages(self, messages: list[Message]) -> list[Message]:
+        """Add messages of the user to the conversation, and return it."""
         self.history += messages
         return self.history
 
     async def stopped_by_limit(self, reason: StopReason) -> RewardResult:
+        """Return the reward and the metrics of an episode that a limit ended."""
         if self.termination is not None and self.termination.skips_grading(reason):
             return 0.0, {}
         return await self._grade(reason)
 
     def set_step_timeout(self, timeout: asyncio.Timeout) -> None:
+        """Take the timeout of the current step, which does not apply to grading."""
         self._timeout = timeout
 
     def limit_tool_calls(self, max_tool_calls: int) -> None:
+        """Let the episode run at most `max_tool_calls` tool calls."""
         self.max_tool_calls = max_tool_calls
 
     def _stop_reason(
@@ -227,7 +239,8 @@ def build_agent_tool_env(
     An argument that is given takes precedence over the same setting in `rollout_config`.
     `max_turns` is 5 by default. `terminate_on_length` says whether a truncated answer ends the
     episode. Its default is False if `rollout_config` has a token limit, else True. Raises UserError
-    for an invalid argument.
+    for an invalid argument. `failed_parse_reward` is the reward of a message that cannot be parsed,
+    and `context_overflow_reward` that of an episode that reaches a limit of tokens.
     """
     config = rollout_config or RolloutConfig()
     num_turns = max_turns if max_turns is not None else config.limits.max_turns or MAX_TURNS

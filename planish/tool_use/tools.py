@@ -45,12 +45,16 @@ class ToolResult:
 def simple_tool_result(
     content: str, *, should_stop: bool = False, metrics: Metrics | None = None
 ) -> ToolResult:
-    """Return a ToolResult; the name is that of the public cookbooks."""
+    """Return a ToolResult with one text, `content`. With `should_stop` the episode ends after it.
+    The name is that of the public cookbooks.
+    """
     return ToolResult(content, stop=should_stop, metrics=metrics or {})
 
 
 def error_tool_result(error_msg: str, *, should_stop: bool = False) -> ToolResult:
-    """Return a result that shows the model an error and counts in the metric tool_errors."""
+    """Return a result that shows the model an error and counts in the metric tool_errors. With
+    `should_stop` the episode ends after it.
+    """
     return ToolResult(f"Error: {error_msg}", stop=should_stop, error=True)
 
 
@@ -108,9 +112,11 @@ class FunctionTool:
 
     @property
     def parameters_schema(self) -> dict[str, Any]:
+        """Return the JSON schema of the arguments, made from the signature of the function."""
         return self._parameters.schema
 
     def to_spec(self) -> ToolSpec:
+        """Return the name, the description and the arguments, as renderers take them."""
         return tool_spec(self)
 
     async def run(self, input: ToolInput) -> ToolResult:

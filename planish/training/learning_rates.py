@@ -84,7 +84,8 @@ VARIANT_SUFFIX = re.compile(r"(-instruct|-base)?(-2507)?(-fp8(-dynamic|-block)?)
 
 
 def get_lr(model_name: str, is_lora: bool = True) -> float:
-    """Return the rate for a model name, such as "Qwen/Qwen3-8B", or for a local model directory.
+    """Return the rate for a model name, such as "Qwen/Qwen3-8B", or for a local model directory,
+    of LoRA or, if `is_lora` is False, of full fine-tuning.
 
     Use a smaller rate for runs that start from trained weights. Raises UserError for a family
     without a formula.

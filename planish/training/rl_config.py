@@ -280,7 +280,8 @@ def check(config: Config) -> None:
 
 
 def check_all_but_reference(config: Config) -> None:
-    """Check everything but `kl_reference_config` and the options that need it.
+    """Raise UserError for an invalid option. Checks everything but `kl_reference_config` and the
+    options that need it.
 
     Runs with another advantage shaping, such as distillation, use this check.
     """

@@ -48,6 +48,7 @@ async def train(
     """Train a run, and return its directory. `shaping` changes the advantages. If `shaping` is
     None, the KL penalty of `config` changes the advantages. Without a KL penalty, the advantages
     stay as they are. Raises UnsupportedError for `shaping` together with `stream_minibatch_config`.
+    Raises UserError for options that cannot be used together, before anything is trained.
     """
     if shaping is not None and config.stream_minibatch_config is not None:
         raise UnsupportedError(
@@ -146,7 +147,8 @@ def with_epochs(epoch: RLDataset, config: Config) -> RLDataset:
 
 def build_evaluators(config: Config, test_set: RLDataset | None) -> list[Evaluator]:
     """Return the evaluators of a run: one for the test set, if there is a test set, and one for
-    each of `config.evaluator_builders`. The list is empty if `eval_every` is 0.
+    each of `config.evaluator_builders`. The list is empty if `eval_every` is 0. Raises UserError if
+    two evaluators have the same name.
     """
     if config.eval_every == 0:
         return []

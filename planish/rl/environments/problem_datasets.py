@@ -104,6 +104,7 @@ class ProblemDatasetBuilder(DifficultyOptions, RLDatasetBuilder):
     ) -> GeneratedDataset:
         """Return the training set of problems that `sample_problem` makes, given a generator.
         Problems whose prompts have more than `max_prompt_tokens` tokens are replaced by others.
+        `batches` is the length of an epoch. Raises UserError if `difficulty_from` is given.
         """
         self.check_success_rates()
         if self.difficulty_from is not None:

@@ -47,7 +47,7 @@ def final_step(
     metrics: Mapping[str, float] | None = None,
 ) -> StepResult:
     """Return the last step of an episode with one answer. Its stop reason is MAX_TOKENS if the
-    answer was cut off, else COMPLETED.
+    answer was cut off, else COMPLETED. `reward` is that of the answer.
     """
     was_cut_off = extra is not None and extra.get("stop_reason") == "length"
     return StepResult(
@@ -87,11 +87,15 @@ class ProblemEnv(Env):
 
     @abstractmethod
     def check_answer(self, sample_str: str) -> bool | Awaitable[bool]:
-        """Return whether the text of the policy's message is right, as a bool and not a score."""
+        """Return whether `sample_str`, the text of the policy's message, is right: a bool and not a
+        score.
+        """
 
     @abstractmethod
     def check_format(self, sample_str: str) -> bool:
-        """Return whether the text has the format that the question asks for."""
+        """Return whether `sample_str`, the text of the message, has the format that the question
+        asks for.
+        """
 
     @abstractmethod
     def get_reference_answer(self) -> str:

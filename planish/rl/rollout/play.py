@@ -69,7 +69,7 @@ class ScriptedPolicy(TextPolicy):
         self._next = 0
 
     def answer(self, model_input: ModelInput) -> Answer:
-        """Return the next answer of the list."""
+        """Return the next answer of the list. Raises UserError after the last one."""
         if self._next == len(self._answers):
             raise UserError(
                 f"answers: all {self._next} answers were used and the episode has not ended; give "
