@@ -42,7 +42,7 @@ from planish.tokenizer import save_tokenizer
 WINDOW = 24
 """The attention window of a tiny Gemma 3, OLMo 3 or gpt-oss in positions."""
 
-_DELTA_NETS: dict[str, int] = {
+DELTA_NETS: dict[str, int] = {
     "full_attention_interval": 2,  # a keyword that the configs' signatures do not list
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -62,8 +62,8 @@ CONFIGS = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "qwen3_moe": partial(Qwen3MoeConfig, norm_topk_prob=True),
-    "qwen3_5": partial(Qwen3_5TextConfig, **_DELTA_NETS),
-    "qwen3_5_moe": partial(Qwen3_5MoeTextConfig, **_DELTA_NETS),
+    "qwen3_5": partial(Qwen3_5TextConfig, **DELTA_NETS),
+    "qwen3_5_moe": partial(Qwen3_5MoeTextConfig, **DELTA_NETS),
     "smollm3": partial(SmolLM3Config, no_rope_layer_interval=2),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
 
 from planish.testing import (
+    DELTA_NETS,
     DTYPES,
     EOS_TOKEN_ID,
     NUM_TOKENS,
@@ -27,17 +28,22 @@ def tiny_vision_model(
 ) -> Path:
     """Write a random model with images, as a Hugging Face directory, and return its path.
 
-    `model_type`: "qwen2_vl", "qwen2_5_vl", "qwen3_vl" or "qwen3_vl_moe". A token of an image has
-    16 x 16 pixels.
+    `model_type`: "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5" or "qwen3_5_moe".
+    A token of an image has 16 x 16 pixels.
     """
     first = NUM_TOKENS
     start, end, image, video = range(first, first + len(VISION_TOKENS))
-    mrope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    mrope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    mrope |= {"mrope_section": [2, 3, 3]}
     sizes = TINY_SIZES | {"vocab_size": first + 6, "rope_parameters": mrope}
-    is_qwen3 = model_type.startswith("qwen3_vl")
     vision = {"depth": 2, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2}
     vision |= {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}
-    if is_qwen3:
+    if model_type.startswith("qwen3_5"):
+        mrope |= {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+        sizes |= DELTA_NETS | {"shared_expert_intermediate_size": 32}
+        sizes["layer_types"] = ["linear_attention", "full_attention"]
+        vision |= {"num_position_embeddings": 64}
+    elif model_type.startswith("qwen3_vl"):
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
     elif model_type == "qwen2_5_vl":
         vision |= {"window_size": 32, "fullatt_block_indexes": [1]}

@@ -305,7 +305,7 @@ class _ModelNeeds:
                 # A matmul of many rows first dequantizes all linears that it computes.
                 largest = max(sum(map(prod, fused)) for fused in fused_quantized_shapes(config))
                 all_copies_bytes += largest * dtype.itemsize + DEQUANTIZATION_BYTES
-        vision = None if config.hf is None or backend.uses_main_memory else config.hf.vision
+        vision = None if backend.uses_main_memory else config.vision
         vision_bytes = 0 if vision is None else workspace_bytes(vision, dtype.itemsize)
         return cls(
             backend,

@@ -17,6 +17,7 @@ from planish.model.kernels.interface import AdapterBatch, Attend, ForwardPass
 from planish.model.kernels.linear import PackedLinear
 from planish.model.lora import LoraWeights
 from planish.model.vision.image_tokens import ImageRegistry
+from planish.model.vision.tower import VisionTower
 
 
 class BaseDecoder(Protocol):
@@ -28,6 +29,8 @@ class BaseDecoder(Protocol):
     """The output head, [V, D]."""
     images: ImageRegistry | None
     """The images of inputs; None if the model reads only text."""
+    vision: VisionTower | None
+    """The vision tower of a model with images."""
 
     @property
     def dtype(self) -> torch.dtype:

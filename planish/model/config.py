@@ -27,6 +27,7 @@ from planish.model.hf_config.families import (
 from planish.model.hf_config.fp8_config import Fp8Config
 from planish.model.hf_config.json_fields import positive_int, read_json
 from planish.model.hf_config.rope_config import RopeConfig
+from planish.model.hf_config.vision_config import VisionConfig, read_vision_config
 from planish.model.inspection.inspect_model import inspect_model
 from planish.model.inspection.modules import MAX_LAYERS, HFModules
 
@@ -151,6 +152,8 @@ class ModelConfig:
     """
     logit_cap: float | None = None
     """The limit of logits, applied in the same way. None: no limit."""
+    vision: VisionConfig | None = None
+    """The vision tower; None for a model that reads only text."""
     hf: HFModules | None = None
     """The modules, if transformers' code computes the layers. None: our own decoder does. With
     `hf`, the fields that describe details of a layer, such as `rope` and `activation`, have no
@@ -251,7 +254,8 @@ class ModelConfig:
                 fields["architectures"][0] if is_multimodal(outer_fields) else architecture
             ]
             decoder_fields = read_decoder_fields(with_family_defaults(fields, family), family)
-            return cls(eos_token_ids=eos_token_ids, **decoder_fields)
+            vision = read_vision_config(outer_fields)
+            return cls(eos_token_ids=eos_token_ids, vision=vision, **decoder_fields)
         except (UnsupportedError, DamagedFileError) as error:
             raise type(error)(f"{directory}/config.json: {error}") from error
         except (KeyError, TypeError) as error:
@@ -262,21 +266,22 @@ class ModelConfig:
 
     def fingerprint(self) -> str:
         """Return a hash, in 16 hexadecimal digits, of the fields that determine weight shapes or
-        logits: all except `eos_token_ids`, `max_context`, `mxfp4_experts` and `fp8`.
+        logits: all except `eos_token_ids`, `max_context`, `vision`, `mxfp4_experts` and `fp8`.
         """
         values = asdict(self)
         # A quantized checkpoint and its dequantized copy have the same weights, so both get the
         # same fingerprint.
         values["mxfp4_experts"], values["fp8"] = False, None
-        del values["eos_token_ids"], values["max_context"]
+        # An adapter of the text model is for the multimodal model too.
+        del values["eos_token_ids"], values["max_context"], values["vision"]
         if self.hf is not None:
             values["hf"] = self.hf.settings_digest
         # Checkpoints contain fingerprints, so a new field of ModelConfig must not change the
         # fingerprints of existing models. These models have the default of the new field, so
         # fields with their default are left out.
         for field in fields(self):
-            if field.default is not MISSING and values[field.name] == field.default:
-                del values[field.name]
+            if field.default is not MISSING and values.get(field.name) == field.default:
+                values.pop(field.name, None)
         values["rope"]["kind"] = type(self.rope.scaling).__name__
         if self.local_rope is not None:
             values["local_rope"]["kind"] = type(self.local_rope.scaling).__name__
@@ -317,6 +322,7 @@ def _config_of_transformers(
         attention_sinks=any(call.has_sinks for call in model.attention),
         score_cap=model.attention[0].softcap,
         logit_cap=model.logit_cap,
+        vision=model.modules.vision,
         num_experts=model.num_experts,
         experts_per_token=model.experts_per_token,
         expert_size=model.expert_size,

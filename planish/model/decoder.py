@@ -48,6 +48,7 @@ from planish.model.operations import (
 from planish.model.quantization import Fp8Weight, Mxfp4Weight, check_quantizable, quantize
 from planish.model.rope import RotaryEmbedding, Rotation, half_pairing_order, query_scales
 from planish.model.vision.image_tokens import ImageRegistry
+from planish.model.vision.tower import VisionTower
 from planish.model.weights import load_weights, scale_name
 
 _log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Decoder:
         """
         self.config, self.backend = backend.config, backend
         self.images: ImageRegistry | None = None
+        self.vision: VisionTower | None = None
         config, loader = backend.config, _WeightLoader(weights, backend, quantize)
         self.embedding = loader.weight("model.embed_tokens.weight")
         """[V, D] in the model's dtype."""
@@ -75,7 +77,12 @@ class Decoder:
         ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
         rope_tables = {
             rope: RotaryEmbedding(
-                rope, config.head_dim, config.max_context, backend.device, config.rotary_dims
+                rope,
+                config.head_dim,
+                config.max_context,
+                backend.device,
+                config.rotary_dims,
+                () if config.vision is None else config.vision.mrope_section,
             )
             for rope in dict.fromkeys(ropes)
         }
@@ -147,6 +154,11 @@ class Decoder:
         """Return a forward pass for decoding steps that is faster than `forward`, or None."""
         return self.backend.decode_pass(self)
 
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings [T, D] in the model's dtype."""
+        x = self.embedding[tokens]
+        return x if self.embedding_scale == 1.0 else x * self.embedding_scale
+
     def forward(
         self,
         tokens: Tensor,
@@ -159,15 +171,13 @@ class Decoder:
     ) -> Tensor:
         """Return the last hidden states after the final norm: [T, D] in the model's dtype.
 
-        `tokens`, `positions`: int64 [T]. `adapters`: one adapter (or None) for all rows, with
-        gradients, or a batch of several adapters, without gradients. `recompute`: use activation
-        checkpointing, which stores only each layer's input for the backward pass. `recurrence`:
-        required for models with gated delta-net layers.
+        See `BaseDecoder.forward` for the arguments.
         """
-        x = self.embedding[tokens]
-        if self.embedding_scale != 1.0:
-            x = x * self.embedding_scale
-        x = x.float()
+        if positions.dim() == 2:
+            assert self.vision is not None
+            x = self.vision.embed(tokens, self._embed).embeddings.float()
+        else:
+            x = self._embed(tokens).float()
         rope_tables = dict.fromkeys(layer.rope for layer in self.layers)
         rotations = {table: table(positions) for table in rope_tables}
         scales = None if self.query_scales is None else self.query_scales[positions].view(-1, 1, 1)

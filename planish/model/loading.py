@@ -8,6 +8,7 @@ from planish.model.base_decoder import BaseDecoder
 from planish.model.decoder import Decoder
 from planish.model.hf.decoder import TransformersDecoder
 from planish.model.kernels.backend import Backend
+from planish.model.vision.loading import load_tower, registry_of
 from planish.model.weights import load_weights
 
 
@@ -18,4 +19,9 @@ def load_decoder(directory: Path, backend: Backend, quantize: str | None = None)
     """
     if backend.config.hf is not None:
         return TransformersDecoder(directory, backend, quantize)
-    return Decoder(load_weights(directory, backend.config), backend, quantize)
+    decoder = Decoder(load_weights(directory, backend.config), backend, quantize)
+    if backend.config.vision is not None:
+        images = registry_of(directory, backend.config)
+        decoder.vision = load_tower(directory, images, backend.dtype, backend.device)
+        decoder.images = None if decoder.vision is None else images
+    return decoder

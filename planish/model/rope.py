@@ -9,6 +9,7 @@ Shapes: T rows, E head_dim.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,12 +46,19 @@ class RotaryEmbedding:
         max_context: int,
         device: torch.device,
         rotary_dims: int | None = None,
+        mrope_section: Sequence[int] = (),
     ) -> None:
         """Compute the tables.
 
         If `rope` is None, every angle is 0, so queries and keys do not change. If `rotary_dims` is
         given, only the first rotary_dims / 2 pairs are rotated. The other pairs get the angle 0.
+        `mrope_section`: the numbers of pairs that rotate by the time, height and width of an
+        image's tokens, in turn (Qwen3.5). Pairs beyond these rotate by time. Empty: all pairs do.
         """
+        self._axes = torch.zeros(head_dim // 2, dtype=torch.int64)
+        for axis, num_pairs in enumerate(mrope_section):
+            self._axes[axis : 3 * num_pairs : 3] = axis
+        self._axes = self._axes.to(device)
         if rope is None:
             self.cos = torch.ones(max_context, head_dim // 2, device=device)
             self.sin = torch.zeros_like(self.cos)
@@ -67,7 +75,15 @@ class RotaryEmbedding:
         self.sin = F.pad(angles.sin() * factor, (0, unrotated_pairs)).to(device)
 
     def __call__(self, positions: Tensor) -> Rotation:
-        """Return the rotation of each row. `positions`: int64 [T]."""
+        """Return the rotation of each row. `positions`: int64 [T], or [3, T] with the time, height
+        and width of each row.
+        """
+        if positions.dim() == 2:
+            pairs = torch.arange(len(self._axes), device=self._axes.device)
+            # The kernels read cos and sin as contiguous tensors.
+            position_of_pair = positions[self._axes].t().contiguous()  # [T, E/2]
+            cos, sin = self.cos[position_of_pair, pairs], self.sin[position_of_pair, pairs]
+            return Rotation(cos.unsqueeze(1), sin.unsqueeze(1))
         return Rotation(self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1))
 
 

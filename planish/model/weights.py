@@ -41,10 +41,10 @@ MXFP4_BLOCK_SIZE = 32
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 """The prefixes of the text model's tensors in a multimodal checkpoint, with their replacements."""
+VISION_PARTS = ("vision_tower.", "multi_modal_projector.", "visual.")
+"""The beginnings of the names of a vision tower's tensors, after "model." in some checkpoints."""
 _SKIPPED_PREFIXES = tuple(
-    f"{outer}{part}."
-    for outer in ("", "model.")
-    for part in ("vision_tower", "multi_modal_projector", "visual", "mtp")
+    f"{outer}{part}" for outer in ("", "model.") for part in (*VISION_PARTS, "mtp.")
 )
 """The prefixes of tensors that a text model does not need."""
 _NUM_HASHED_BLOCKS = 64

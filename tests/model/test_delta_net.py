@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -234,7 +235,10 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_loaded(
     for name in ("model.visual.blocks.0.norm1.weight", "mtp.norm.weight"):
         stored[name] = torch.zeros(8)
     save_weights(both, stored)
-    assert ModelConfig.from_directory(both) == ModelConfig.from_directory(plain)
+    config = ModelConfig.from_directory(both)
+    assert config.vision is not None
+    assert replace(config, vision=None) == ModelConfig.from_directory(plain)
+    assert config.fingerprint() == ModelConfig.from_directory(plain).fingerprint()
     with caplog.at_level("INFO"):
         found = load_weights(both, ModelConfig.from_directory(both))
     expected = load_weights(plain, ModelConfig.from_directory(plain))

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from variants import slow_after
@@ -20,11 +21,12 @@ from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import Trainer, TrainerSettings
-from planish.errors import UnsupportedError, UserError
+from planish.errors import DamagedFileError, UnsupportedError, UserError
 from planish.images import MAX_IMAGE_PIXELS, ImageChunk
+from planish.model.base_decoder import BaseDecoder
 from planish.model.config import ModelConfig
-from planish.model.hf.decoder import TransformersDecoder
 from planish.model.kernels.choose import choose_backend
+from planish.model.loading import load_decoder
 from planish.model.lora import LoraLayout
 from planish.model.vision import tower
 from planish.model.vision.decoding import decode_image
@@ -42,8 +44,9 @@ from planish.types import (
 )
 
 CPU = torch.device("cpu")
-MODEL_TYPES = ["qwen3_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl_moe"]
+MODEL_TYPES = ["qwen3_vl", "qwen3_5", "qwen2_5_vl", "qwen2_vl", "qwen3_vl_moe"]
 START, END, IMAGE = 270, 271, 272
+VISION_MODULES = r".*\bvisual\..*"
 TEXT_TOKENS = 256
 
 
@@ -87,12 +90,12 @@ def inputs_with_images() -> list[ModelInput]:
     ]
 
 
-def load(path, dtype=torch.float32) -> TransformersDecoder:
+def load(path, dtype=torch.float32) -> BaseDecoder:
     config = ModelConfig.from_directory(path)
-    return TransformersDecoder(path, choose_backend(config, dtype, CPU, deterministic=False))
+    return load_decoder(path, choose_backend(config, dtype, CPU, deterministic=False))
 
 
-def random_adapter(decoder: TransformersDecoder, seed: int = 0) -> Adapter:
+def random_adapter(decoder: BaseDecoder, seed: int = 0) -> Adapter:
     layout = LoraLayout(decoder.config, LoraConfig(rank=4))
     generator = torch.Generator().manual_seed(seed)
     noise = 0.05 * torch.randn(layout.size, generator=generator)
@@ -111,7 +114,7 @@ class Reference:
             lora_alpha=32,
             target_modules=fields["target_modules"],
             target_parameters=fields.get("target_parameters"),
-            exclude_modules=fields["exclude_modules"],
+            exclude_modules=VISION_MODULES,
         )
         self.model = get_peft_model(base, options)
         self.parameters = dict(self.model.named_parameters())
@@ -120,7 +123,12 @@ class Reference:
             self.parameter(entry).data.copy_(entry.to_peft(views[entry.name]))
 
     def parameter(self, entry) -> torch.Tensor:
-        return self.parameters[f"base_model.model.{entry.peft_name}.default.weight"]
+        name = entry.peft_name
+        if not name.startswith(
+            ("model.language_model.", "lm_head")
+        ):  # a model with a decoder of planish
+            name = f"model.language_model.{name.removeprefix('model.')}"
+        return self.parameters[f"base_model.model.{name}.default.weight"]
 
     def logits(self, model_input: ModelInput) -> tuple[list[int], torch.Tensor]:
         """Return the tokens, and the logits of all positions."""
@@ -270,8 +278,9 @@ def test_prompt_logprobs_equal_transformers(tmp_path):
     np.testing.assert_allclose(found, expected.detach().numpy(), atol=2e-4)
 
 
-def test_positions_equal_transformers(tmp_path):
-    tiny_vision_model(tmp_path)
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5"])
+def test_positions_equal_transformers(tmp_path, model_type):
+    tiny_vision_model(tmp_path, model_type)
     decoder = load(tmp_path)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path).model
     for model_input in inputs_with_images()[:4]:
@@ -283,6 +292,23 @@ def test_positions_equal_transformers(tmp_path):
         )
         np.testing.assert_array_equal(tokens.rope_positions, positions[:, 0].numpy())
         assert tokens.rope_offset == int(offset)
+
+
+def test_a_checkpoint_without_its_tower_reads_text_only(tmp_path):
+    tensors = load_file(tiny_vision_model(tmp_path, "qwen3_5") / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "visual" not in name}
+    save_file(kept, tmp_path / "model.safetensors")
+    decoder = load(tmp_path)
+    with pytest.raises(UnsupportedError, match="contains an image, and this model reads"):
+        read_input(ModelInput([text(3, 1), image()]), decoder.images)
+
+
+def test_a_tower_that_does_not_fit_is_an_error(tmp_path):
+    tensors = load_file(tiny_vision_model(tmp_path, "qwen3_5") / "model.safetensors")
+    del tensors["model.visual.pos_embed.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(DamagedFileError, match="vision tower .*pos_embed"):
+        load(tmp_path)
 
 
 def test_a_penalty_of_the_prompt_ignores_images(tmp_path):
@@ -333,7 +359,7 @@ BAD_IMAGES: dict[str, tuple[bytes, Any, str]] = {
 
 
 @pytest.fixture(scope="module")
-def vision_decoder(tmp_path_factory) -> TransformersDecoder:
+def vision_decoder(tmp_path_factory) -> BaseDecoder:
     return load(tiny_vision_model(tmp_path_factory.mktemp("vision")))
 
 

@@ -89,6 +89,15 @@ def test_an_image_stands_between_its_marks(renderer, tokenizer, kind):
     assert Image.open(io.BytesIO(chunk.data)).getpixel((0, 0)) == (255, 0, 0)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_5"])
+def test_models_with_their_own_decoder_write_images(tmp_path, model_type):
+    tokenizer = load_tokenizer(tiny_vision_model(tmp_path, model_type))
+    renderer = get_renderer("template", tokenizer)
+    assert shown(renderer.build_generation_prompt([user("Is ", png(), " red?")]), tokenizer) == (
+        EXPECTED
+    )
+
+
 def test_an_image_in_many_prompts_is_decoded_once(directory, monkeypatch):
     """The numbers of tokens of the most recent images are kept."""
     decoded = []

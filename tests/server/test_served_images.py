@@ -32,7 +32,7 @@ from planish.testing import tiny_model
 from planish.testing_vision import tiny_vision_model
 from planish.tokenizer import load_tokenizer
 
-VISION, TEXT, KEY = "tiny/vision", "tiny/text", "tml-first"
+VISION, QWEN3_5, TEXT, KEY = "tiny/vision", "tiny/qwen3_5", "tiny/text", "tml-first"
 
 
 def png(width: int = 64, height: int = 48, color: str = "red", mode: str = "RGB") -> bytes:
@@ -54,6 +54,7 @@ def image_message(url: str, **options: Any) -> Any:
 def models(tmp_path_factory) -> dict[str, Path]:
     return {
         VISION: tiny_vision_model(tmp_path_factory.mktemp("vision")),
+        QWEN3_5: tiny_vision_model(tmp_path_factory.mktemp("qwen3_5"), "qwen3_5"),
         TEXT: tiny_model(tmp_path_factory.mktemp("text")),
     }
 
@@ -86,17 +87,18 @@ def http(url) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_the_openai_client_sends_an_image(client, models):
+@pytest.mark.parametrize("model", [VISION, QWEN3_5])
+def test_the_openai_client_sends_an_image(client, models, model):
     options: Any = {"temperature": 0, "max_tokens": 5, "logprobs": True}
     messages = image_message(data_url(png()))
-    answer = client.chat.completions.create(model=VISION, messages=messages, **options)
+    answer = client.chat.completions.create(model=model, messages=messages, **options)
     content = [{"type": "image", "image": png()}, {"type": "text", "text": "What is this?"}]
-    renderer = get_renderer("chatml", load_tokenizer(models[VISION]))
+    renderer = get_renderer("chatml", load_tokenizer(models[model]))
     prompt = renderer.build_generation_prompt([{"role": "user", "content": content}])
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == prompt.length
     blue = image_message(data_url(png(color="blue")))
-    other = client.chat.completions.create(model=VISION, messages=blue, **options)
+    other = client.chat.completions.create(model=model, messages=blue, **options)
     logprobs = [choice.logprobs.content for choice in (answer.choices[0], other.choices[0])]
     assert logprobs[0][0].logprob != logprobs[1][0].logprob
 

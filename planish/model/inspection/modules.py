@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from planish.model.hf_config.vision_config import VisionConfig
+
 MAX_LAYERS = 1024
 """The maximum number of decoder layers of a model."""
 
@@ -28,21 +30,6 @@ class HFLinear:
 
 
 @dataclass(frozen=True)
-class VisionModules:
-    """The vision tower of a model with images."""
-
-    image_token: int
-    """The token that stands for a part of an image."""
-    patch_size: int
-    """The width and height of a patch in pixels."""
-    temporal_patch_size: int
-    merge_size: int
-    """The number of patches in each direction that form one token."""
-    hidden_size: int
-    """The number of hidden features of a patch in the tower."""
-
-
-@dataclass(frozen=True)
 class HFModules:
     """The modules of a model whose layers transformers' modelling code computes."""
 
@@ -62,7 +49,7 @@ class HFModules:
     """A hash of the fields of config.json that determine logits."""
     head_scale: float = 1.0
     """The factor of the logits (Granite, Cohere)."""
-    vision: VisionModules | None = None
+    vision: VisionConfig | None = None
     """The vision tower; None for a model that reads only text."""
 
     @property

@@ -1,4 +1,4 @@
-"""The models of transformers that planish runs with their vision tower."""
+"""The models that planish runs with their vision tower."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from planish.model.inspection.modules import VisionModules
+from planish.model.hf_config.vision_config import TYPES_WITH_OWN_DECODER, VisionConfig
 
 VISION_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""The model types with images. They have Qwen's image processor and RoPE positions of images."""
+"""The model types with images whose layers transformers' code computes. They have Qwen's image
+processor and RoPE positions of images.
+"""
 
 
 def is_vision_type(model_type: object) -> bool:
-    """Return whether models of this type run with their vision tower."""
+    """Return whether transformers' code computes the layers of a model of this type with images."""
     return model_type in VISION_MODEL_TYPES
 
 
@@ -25,22 +27,24 @@ def may_read_images(directory: Path) -> bool:
     if not config.is_file():
         return True
     try:
-        return is_vision_type(json.loads(config.read_text("utf-8")).get("model_type"))
+        model_type = json.loads(config.read_text("utf-8")).get("model_type")
+        return is_vision_type(model_type) or model_type in TYPES_WITH_OWN_DECODER
     except (ValueError, AttributeError):  # the model cannot be loaded either
         return False
 
 
-def vision_modules(config: Any) -> VisionModules | None:
+def vision_modules(config: Any) -> VisionConfig | None:
     """Return the vision tower of a config of transformers; None for a model without images."""
     if not is_vision_type(config.model_type):
         return None
     vision = config.vision_config
-    return VisionModules(
+    return VisionConfig(
         image_token=config.image_token_id,
         patch_size=vision.patch_size,
         temporal_patch_size=vision.temporal_patch_size,
         merge_size=vision.spatial_merge_size,
         hidden_size=getattr(vision, "embed_dim", vision.hidden_size),
+        mrope_section=tuple(config.text_config.rope_parameters["mrope_section"]),
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from planish.errors import DamagedFileError, UnsupportedError, UserError
 from planish.images import ImageChunk
-from planish.model.inspection.modules import VisionModules
+from planish.model.hf_config.vision_config import VisionConfig
 from planish.model.vision.decoding import decode_image
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def has_image_processor(directory: Path) -> bool:
 class ImageProcessor:
     """The image processor of Qwen's models, as in transformers, with Pillow."""
 
-    def __init__(self, directory: Path, vision: VisionModules | None = None) -> None:
+    def __init__(self, directory: Path, vision: VisionConfig | None = None) -> None:
         """Create a processor. `directory` is read when the first image comes.
 
         `vision`: the vision tower, which the processor's files must fit. None: it is not known.

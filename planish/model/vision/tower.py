@@ -6,13 +6,15 @@ Shapes: T rows of a pass, n tokens of an image, D the hidden size of the text mo
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from planish.images import MAX_IMAGE_PIXELS
-from planish.model.inspection.modules import VisionModules
+from planish.model.hf_config.vision_config import VisionConfig
 from planish.model.vision.decoding import decode_image
 from planish.model.vision.image_tokens import FIRST_IMAGE_TOKEN, Image, ImageRegistry
 
@@ -26,14 +28,29 @@ around the attention and the MLP.
 """
 
 
-def workspace_bytes(vision: VisionModules, itemsize: int) -> int:
-    """Return an estimate of the memory of a tower beside its weights, in bytes.
+def workspace_bytes(vision: VisionConfig, itemsize: int) -> int:
+    """Return an estimate of the memory of a tower beside the weights of `expected_shapes`, in bytes.
 
-    It is that of the cached features and of one pass with the largest image. `itemsize`: the bytes
-    of an element of the model's dtype.
+    It is that of the other weights, the cached features and one pass with the largest image.
+    `itemsize`: the bytes of an element of the model's dtype.
     """
     num_patches = MAX_IMAGE_PIXELS // vision.patch_size**2
-    return MAX_FEATURE_BYTES + num_patches * vision.hidden_size * _VALUES_PER_FEATURE * itemsize
+    num_values = num_patches * vision.hidden_size * _VALUES_PER_FEATURE
+    return MAX_FEATURE_BYTES + (vision.num_weights + num_values) * itemsize
+
+
+@dataclass(frozen=True)
+class EmbeddedRows:
+    """The inputs of a text model: embeddings of text, and features of images."""
+
+    embeddings: Tensor
+    """[T, D] in the model's dtype."""
+    is_image: Tensor
+    """bool [T]: whether each row is a part of an image."""
+    deepstack: list[Tensor]
+    """The features of the n rows of images that are added after each of the first layers: [n, D]
+    each (Qwen3-VL).
+    """
 
 
 class VisionTower:
@@ -48,24 +65,33 @@ class VisionTower:
         self.num_runs = 0
         """The number of images that the tower has computed."""
 
-    def inputs(self, tokens: Tensor, embedding: nn.Module) -> dict[str, Any]:
-        """Return the arguments of transformers' text model for rows with images.
+    def embed(self, tokens: Tensor, embedding: Callable[[Tensor], Tensor]) -> EmbeddedRows:
+        """Return the inputs of the text model's first layer, and those of further layers.
 
         `tokens`: int64 [T], with the ids of images. `embedding`: that of the text model.
         """
         is_image = tokens >= FIRST_IMAGE_TOKEN
         text = tokens.masked_fill(is_image, self._registry.image_token)
-        embeddings: Tensor = embedding(text)
+        embeddings = embedding(text)
         if not bool(is_image.any()):
-            return {"inputs_embeds": embeddings[None]}
+            return EmbeddedRows(embeddings, is_image, [])
         features = self._features_of(tokens[is_image].tolist(), embeddings)
         size = embeddings.shape[-1]
         embeddings = embeddings.clone()
-        embeddings[is_image] = features[:, :size]
-        arguments: dict[str, Any] = {"inputs_embeds": embeddings[None]}
-        if features.shape[1] > size:
-            arguments["visual_pos_masks"] = is_image[None]
-            arguments["deepstack_visual_embeds"] = list(features[:, size:].split(size, 1))
+        first, *others = features.split(size, 1)
+        embeddings[is_image] = first.to(embeddings.dtype)
+        return EmbeddedRows(embeddings, is_image, others)
+
+    def inputs(self, tokens: Tensor, embedding: nn.Module) -> dict[str, Any]:
+        """Return the arguments of transformers' text model for rows with images.
+
+        `tokens`, `embedding`: see `embed`.
+        """
+        rows = self.embed(tokens, embedding)
+        arguments: dict[str, Any] = {"inputs_embeds": rows.embeddings[None]}
+        if rows.deepstack:
+            arguments["visual_pos_masks"] = rows.is_image[None]
+            arguments["deepstack_visual_embeds"] = rows.deepstack
         return arguments
 
     def _features_of(self, tokens: list[int], like: Tensor) -> Tensor:
