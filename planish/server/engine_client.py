@@ -8,7 +8,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -48,6 +48,77 @@ _NUM_SUBMIT_THREADS = 4
 _NUM_LOAD_THREADS = 8
 
 
+class EngineCheckpoints:
+    """Calls of the engine that read and write the files of checkpoints."""
+
+    def __init__(
+        self, engine: HostedEngine, run_in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]
+    ) -> None:
+        self._engine, self._administration = engine, engine.administration
+        self._run_in_thread = run_in_thread
+
+    async def info(self, path: str) -> CheckpointInfo:
+        """Return a checkpoint's base model, LoRA configuration and description."""
+        return await self._run_in_thread(lambda: self._engine.checkpoint_info(path))
+
+    async def paths(self) -> list[str]:
+        """Return the paths of all checkpoints on disk, including damaged ones and the private
+        copies that the server makes for itself.
+        """
+        return await self._run_in_thread(self._administration.checkpoint_paths)
+
+    async def exists(self, path: str) -> bool:
+        """Return whether there is such a checkpoint."""
+        try:
+            await self.info(path)
+        except CheckpointError:
+            return False
+        return True
+
+    async def copy(self, source: str, destination: str, ttl_seconds: int | None = None) -> None:
+        """Copy a checkpoint, and replace any checkpoint at `destination`."""
+        await self._run_in_thread(
+            lambda: self._administration.copy_checkpoint(
+                source, destination, ttl_seconds, overwrite=True
+            )
+        )
+
+    async def copy_without_metadata(self, source: str, destination: str) -> None:
+        """Make a private copy of a checkpoint for the server. The copy has no metadata, because
+        metadata may be large and cannot be shared by hard links.
+        """
+        await self._run_in_thread(
+            lambda: self._administration.copy_checkpoint(
+                source, destination, overwrite=True, keep_metadata=False
+            )
+        )
+
+    async def set_ttl(self, path: str, ttl_seconds: int | None) -> None:
+        """Set the time to live of a checkpoint."""
+        await self._run_in_thread(
+            lambda: self._administration.set_checkpoint_ttl(path, ttl_seconds)
+        )
+
+    async def files(self, path: str) -> Mapping[str, Path]:
+        """Return the files of a checkpoint by name."""
+        return await self._run_in_thread(lambda: self._administration.checkpoint_files(path))
+
+    async def clear_leftovers(self) -> None:
+        """Delete files of interrupted writes."""
+        await self._run_in_thread(self._administration.clear_leftovers)
+
+    async def delete(self, path: str) -> None:
+        """Delete a checkpoint, if it exists."""
+
+        def delete() -> None:
+            try:
+                self._engine.delete_checkpoint(path)
+            except CheckpointError:
+                return
+
+        await self._run_in_thread(delete)
+
+
 class EngineClient:
     """Calls the engine from the event loop. Slow calls run in threads."""
 
@@ -59,6 +130,7 @@ class EngineClient:
         self.base_models = tuple(base_models)
         engine.administration.keep_expired_checkpoints()
         self._engine, self._administration = engine, engine.administration
+        self.checkpoints = EngineCheckpoints(engine, self.run_in_thread)
         self.checks_inline = engine.checks_inline
         """Whether the event loop may call `check_sample_inline`."""
         self._data_dir_pattern = re.compile(rf"{re.escape(str(data_dir))}(/|(?![\w.-]))")
@@ -165,67 +237,6 @@ class EngineClient:
         return GetServerCapabilitiesResponse(
             [model for model in models if model.model_name in self.base_models]
         )
-
-    async def checkpoint_info(self, path: str) -> CheckpointInfo:
-        """Return a checkpoint's base model, LoRA configuration and description."""
-        return await self.run_in_thread(lambda: self._engine.checkpoint_info(path))
-
-    async def checkpoint_paths(self) -> list[str]:
-        """Return the paths of all checkpoints on disk, including damaged ones and the private
-        copies that the server makes for itself.
-        """
-        return await self.run_in_thread(self._administration.checkpoint_paths)
-
-    async def checkpoint_exists(self, path: str) -> bool:
-        """Return whether there is such a checkpoint."""
-        try:
-            await self.checkpoint_info(path)
-        except CheckpointError:
-            return False
-        return True
-
-    async def copy_checkpoint(
-        self, source: str, destination: str, ttl_seconds: int | None = None
-    ) -> None:
-        """Copy a checkpoint, and replace any checkpoint at `destination`."""
-        await self.run_in_thread(
-            lambda: self._administration.copy_checkpoint(
-                source, destination, ttl_seconds, overwrite=True
-            )
-        )
-
-    async def copy_without_metadata(self, source: str, destination: str) -> None:
-        """Make a private copy of a checkpoint for the server. The copy has no metadata, because
-        metadata may be large and cannot be shared by hard links.
-        """
-        await self.run_in_thread(
-            lambda: self._administration.copy_checkpoint(
-                source, destination, overwrite=True, keep_metadata=False
-            )
-        )
-
-    async def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:
-        """Set the time to live of a checkpoint."""
-        await self.run_in_thread(lambda: self._administration.set_checkpoint_ttl(path, ttl_seconds))
-
-    async def checkpoint_files(self, path: str) -> Mapping[str, Path]:
-        """Return the files of a checkpoint by name."""
-        return await self.run_in_thread(lambda: self._administration.checkpoint_files(path))
-
-    async def clear_leftovers(self) -> None:
-        """Delete files of interrupted writes."""
-        await self.run_in_thread(self._administration.clear_leftovers)
-
-    async def delete_checkpoint(self, path: str) -> None:
-        """Delete a checkpoint, if it exists."""
-
-        def delete() -> None:
-            try:
-                self._engine.delete_checkpoint(path)
-            except CheckpointError:
-                return
-
-        await self.run_in_thread(delete)
 
     async def close(self) -> None:
         """Close the engine. Unfinished operations end with EngineClosedError."""

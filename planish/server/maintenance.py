@@ -25,11 +25,8 @@ from dataclasses import dataclass, field
 
 from planish.errors import EngineClosedError, StorageError
 from planish.server.durable import journal
-from planish.server.durable.checkpoints import (
-    CheckpointCatalog,
-    is_private,
-    private_copy_seq,
-)
+from planish.server.durable.checkpoint_maintenance import CheckpointMaintenance
+from planish.server.durable.checkpoints import is_private, private_copy_seq
 from planish.server.durable.expiry_clock import ExpiryClock
 from planish.server.durable.failed_requests import FailedRequests
 from planish.server.durable.journal import RequestRow
@@ -70,7 +67,7 @@ class Recovery:
     _store: Store
     _engine: EngineClient
     _sessions: Sessions
-    _checkpoints: CheckpointCatalog
+    _checkpoint_maintenance: CheckpointMaintenance
     _models: Models
     _samplers: Samplers
     _sampling: Sampling
@@ -97,8 +94,8 @@ class Recovery:
             await self._add_model(model)
         for sampler in samplers:
             await self._add_sampler(sampler)
-        await self._engine.clear_leftovers()
-        await self._checkpoints.reconcile()
+        await self._engine.checkpoints.clear_leftovers()
+        await self._checkpoint_maintenance.reconcile()
         await self._delete_unreferenced()
         for row in unanswered:
             self._resume(row)
@@ -182,7 +179,7 @@ class Recovery:
         crashed after it made the checkpoint and before it wrote the row.
         """
         sources = {sampler.row.source for sampler in self._samplers.open_samplers()}
-        for path in await self._engine.checkpoint_paths():
+        for path in await self._engine.checkpoints.paths():
             if not is_private(path) or path in sources:
                 continue
             model = self._models.get(CheckpointPath.parse(path).run_id)
@@ -194,7 +191,7 @@ class Recovery:
                 model.adapter.private_paths.add(path)
             else:
                 try:
-                    await self._engine.delete_checkpoint(path)
+                    await self._engine.checkpoints.delete(path)
                 except StorageError as error:
                     _log.error("%s is not needed, and stays on disk: %s", path, error)
 
@@ -217,7 +214,7 @@ class Cleanup:
 
     _store: Store
     _sessions: Sessions
-    _checkpoints: CheckpointCatalog
+    _checkpoint_maintenance: CheckpointMaintenance
     _models: Models
     _samplers: Samplers
     _adapter_cache: AdapterCache
@@ -245,8 +242,8 @@ class Cleanup:
         """Run the parts of the cleanup that run every 30 seconds. Delete files first, because on a
         full disk every write to the database waits for space.
         """
-        await self._run_logging_errors(self._checkpoints.remove_expired)
-        await self._run_logging_errors(self._checkpoints.remove_excess)
+        await self._run_logging_errors(self._checkpoint_maintenance.remove_expired)
+        await self._run_logging_errors(self._checkpoint_maintenance.remove_excess)
         await self._run_logging_errors(self._sessions.write_last_seen)
         await self._run_logging_errors(self._end_stale_sessions)
         await self._run_logging_errors(self._close_excess_samplers)

@@ -104,7 +104,7 @@ class Sampler:
                 f"{row.id} has no weights of its own: only its model can create it again"
             )
             return CreateSampler(row.id, row.base_model)
-        trained_on = (await self._engine.checkpoint_info(row.source)).base_model
+        trained_on = (await self._engine.checkpoints.info(row.source)).base_model
         # The engine rejects a checkpoint that was trained on other base weights, unless the
         # operation names the base model. A row does not store whether the client named one. If the
         # row's base model differs from the checkpoint's, the client must have named it.
@@ -226,7 +226,7 @@ class Samplers:
             await self._store.write(record)
         except (ServerError, StorageError):
             if row.source is not None:
-                await self._engine.delete_checkpoint(row.source)
+                await self._engine.checkpoints.delete(row.source)
             raise
         sampler = self.add(row)
         sampler.ready.set()
@@ -249,7 +249,9 @@ class Samplers:
             size = await self._engine.adapter_bytes(base_model, info.lora)
             memory_bytes = size.sampling
             source = sampler_copy_path(operation.sampler_id)
-            await self._engine.copy_without_metadata(info.checkpoint.tinker_path, source)
+            await self._engine.checkpoints.copy_without_metadata(
+                info.checkpoint.tinker_path, source
+            )
             size_on_disk = info.checkpoint.size_bytes or 0
         assert base_model is not None
         self._engine.check_base_model(base_model)
@@ -325,7 +327,7 @@ class Samplers:
         crash_point("sampler closed before cleaning")
         await self.release(sampler)
         if sampler.row.source is not None:
-            await self._engine.delete_checkpoint(sampler.row.source)
+            await self._engine.checkpoints.delete(sampler.row.source)
 
     def _fail(self, sampler: Sampler, message: str) -> None:
         sampler.failure = message

@@ -45,6 +45,7 @@ from planish.engine.engine import HostedEngine
 from planish.errors import EngineClosedError
 from planish.processes.memory import resident_bytes
 from planish.server.durable import base_weights
+from planish.server.durable.checkpoint_maintenance import CheckpointMaintenance
 from planish.server.durable.checkpoints import CheckpointCatalog
 from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.expiry_clock import ExpiryClock
@@ -111,7 +112,10 @@ class Server:
         self.crash_guard = CrashGuard(self.store, self.engine.load_base_models)
         self.adapter_cache = AdapterCache(settings.adapter_memory_bytes, self.counters)
         self.expiry_clock = ExpiryClock()
-        self.checkpoints = CheckpointCatalog(self.engine, self.store, settings, self.expiry_clock)
+        self.checkpoints = CheckpointCatalog(self.engine, self.store, settings)
+        self.checkpoint_maintenance = CheckpointMaintenance(
+            self.checkpoints, self.engine, self.store, settings, self.expiry_clock
+        )
         self.training_queue = FairQueue(
             settings.training_slots,
             settings.max_training_slots_per_tenant,
@@ -193,7 +197,7 @@ class Server:
         self.cleanup = Cleanup(
             self.store,
             self.sessions,
-            self.checkpoints,
+            self.checkpoint_maintenance,
             self.models,
             self.samplers,
             self.adapter_cache,
@@ -205,7 +209,7 @@ class Server:
             self.store,
             self.engine,
             self.sessions,
-            self.checkpoints,
+            self.checkpoint_maintenance,
             self.models,
             self.samplers,
             self.sampling,
@@ -324,7 +328,7 @@ class Server:
 
     async def _verify_checkpoints(self) -> None:
         try:
-            await self.checkpoints.verify()
+            await self.checkpoint_maintenance.verify()
         except EngineClosedError:
             return
         except Exception:

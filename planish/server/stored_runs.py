@@ -103,7 +103,7 @@ class StoredRuns:
                 return path
             await self._checkpoints.check_quota(tenant)
             self._intake.check_capacity(tenant.name, 0)
-            await self._engine.copy_checkpoint(source, path, ttl_seconds)
+            await self._engine.checkpoints.copy(source, path, ttl_seconds)
             await self.record(
                 tenant,
                 path,
@@ -126,7 +126,7 @@ class StoredRuns:
         """
         run_id = CheckpointPath.parse(path).run_id
         # Describe the new files: the owner of a copy's source may overwrite the source at any time.
-        info = await self._engine.checkpoint_info(path)
+        info = await self._engine.checkpoints.info(path)
         checkpoint_row = replace(
             await self._checkpoints.row_from_files(tenant, path),
             public=int(alias is not None),

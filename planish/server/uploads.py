@@ -257,7 +257,7 @@ class Uploads:
                 tenant, path, reason, SessionSpec(["import"]), options.alias
             )
         except BaseException:
-            await server.engine.delete_checkpoint(path)
+            await server.engine.checkpoints.delete(path)
             raise
         _log.info("imported %s for %s", path, tenant.name)
         return imported

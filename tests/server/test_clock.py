@@ -327,7 +327,7 @@ async def test_a_restart_reads_expired_checkpoints_without_removing_them(
     for ahead in (2 * DAY, 4 * DAY):
         shifted.seconds = ahead
         async with running(model_dir, data_dir) as server:
-            await server.checkpoints.verify()
+            await server.checkpoint_maintenance.verify()
             await server.cleanup.clean()
     shifted.seconds = 0.0
     async with running(model_dir, data_dir) as server:

@@ -97,7 +97,7 @@ async def test_a_start_reads_no_manifest_of_a_named_checkpoint(
     async with running(model_dir, data_dir) as server:
         assert not read
         assert len((await server.runs.list_checkpoints(TENANT)).items) == 5
-        await server.checkpoints.verify()
+        await server.checkpoint_maintenance.verify()
         assert len(set(read)) == 5
         with pytest.raises(DamagedFileError, match="more than the limit 4,194,304"):
             await server.checkpoints.info(TENANT, huge)

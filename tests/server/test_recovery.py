@@ -460,7 +460,7 @@ async def publish_unsaved_sampler(
     """Train a model for one step and publish it. The first `failures` saves of the sampler wait for
     `may_fail`, and fail.
     """
-    save, refused = server.engine.checkpoint_info, []
+    save, refused = server.engine.checkpoints.info, []
 
     async def refuse(path: str):
         if "_planish.sampler" in path and len(refused) < failures:
@@ -471,7 +471,7 @@ async def publish_unsaved_sampler(
 
     model = await (await Client.start(server)).model()
     await model.step(0)
-    monkeypatch.setattr(server.engine, "checkpoint_info", refuse)
+    monkeypatch.setattr(server.engine.checkpoints, "info", refuse)
     sampler = await model.publish()
     first = sampled_bits(await model.client.sample(sampler, 0, seed=1))
     return UnsavedSampler(model, sampler, first, refused)

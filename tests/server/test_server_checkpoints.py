@@ -128,7 +128,7 @@ async def test_a_checkpoint_saved_again_while_it_expires_stays(model_dir, data_d
         server.expiry_clock.read()
         time.sleep(0.01)  # longer than `expiry_delay`
         delete, deleting, saved = (
-            server.engine.delete_checkpoint,
+            server.engine.checkpoints.delete,
             asyncio.Event(),
             asyncio.Event(),
         )
@@ -138,7 +138,7 @@ async def test_a_checkpoint_saved_again_while_it_expires_stays(model_dir, data_d
             await saved.wait()
             await delete(path)
 
-        server.engine.delete_checkpoint = slow
+        server.engine.checkpoints.delete = slow
         cleaning = asyncio.create_task(server.cleanup.clean())
         await deleting.wait()
         path = await model.save("b", overwrite=True)
@@ -236,7 +236,7 @@ async def test_concurrent_copies_into_one_run_do_not_mix(model_dir, data_dir, mo
             for _ in range(number):
                 await model.step()
             paths.append(await model.save("a"))
-        copy_files, both = server.engine.copy_checkpoint, asyncio.Event()
+        copy_files, both = server.engine.checkpoints.copy, asyncio.Event()
         begun, creations = 0, []
         run_id = f"{client.session_id}:train:8"
         creation = CreateModel(run_id, BASE, LoraConfig(RANK, 1))
@@ -252,7 +252,7 @@ async def test_concurrent_copies_into_one_run_do_not_mix(model_dir, data_dir, mo
                 await asyncio.wait_for(both.wait(), 0.5)
             await copy_files(*arguments)
 
-        monkeypatch.setattr(server.engine, "copy_checkpoint", copy_together)
+        monkeypatch.setattr(server.engine.checkpoints, "copy", copy_together)
         copy = partial(server.stored_runs.copy, TENANT, ttl_seconds=None)
         answers = await asyncio.gather(
             *(copy(path, client.session_id, 8) for path in paths),
@@ -276,14 +276,14 @@ async def test_a_copy_that_nobody_waits_for_is_finished_before_the_next(
         first, second = await client.model(), await client.model()
         await second.step()
         paths = [await model.save("a") for model in (first, second)]
-        copy_files, begun = server.engine.copy_checkpoint, asyncio.Event()
+        copy_files, begun = server.engine.checkpoints.copy, asyncio.Event()
 
         async def copy_slowly(*arguments) -> None:
             begun.set()
             await asyncio.sleep(0.2)
             await copy_files(*arguments)
 
-        monkeypatch.setattr(server.engine, "copy_checkpoint", copy_slowly)
+        monkeypatch.setattr(server.engine.checkpoints, "copy", copy_slowly)
         left = asyncio.create_task(
             server.stored_runs.copy(TENANT, paths[0], client.session_id, 8, None)
         )

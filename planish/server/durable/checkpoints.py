@@ -3,8 +3,7 @@ are downloaded.
 
 A tenant sees its own checkpoints, and can read public ones of other tenants. The time to live is
 stored in a checkpoint's files. An expired checkpoint cannot be read, even before it is deleted.
-Its owner can still give it a longer time to live. It is deleted when the server has run for
-`expiry_delay` since it expired (expiry_clock.py).
+Its owner can still give it a longer time to live. checkpoint_maintenance.py deletes it later.
 
 External weights are adapters saved for other programs, in PEFT's layout. A sampler checkpoint of
 planish has that layout already. So external weights NAME are stored as the sampler checkpoint
@@ -30,11 +29,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-import sqlite3
 import tempfile
 import time
-from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,14 +40,11 @@ from weakref import WeakValueDictionary
 
 from planish.errors import (
     CheckpointError,
-    DamagedFileError,
-    StorageError,
     UnsupportedError,
     UserError,
 )
 from planish.server.durable.crash_points import crash_point
 from planish.server.durable.database import PRIVATE_PREFIX
-from planish.server.durable.expiry_clock import ExpiryClock
 from planish.server.durable.links import LinkSigner
 from planish.server.durable.quotas import check_storage
 from planish.server.durable.records import (
@@ -61,7 +55,7 @@ from planish.server.durable.records import (
     select_checkpoint_page,
     update_row,
 )
-from planish.server.durable.store import Store, Transaction
+from planish.server.durable.store import Store
 from planish.server.engine_client import EngineClient
 from planish.server.results import Conflict, NoSuchCheckpoint, Page, Tenant
 from planish.server.settings import ServerSettings
@@ -81,13 +75,9 @@ class CheckpointCatalog:
         engine: EngineClient,
         store: Store,
         settings: ServerSettings,
-        expiry_clock: ExpiryClock,
     ) -> None:
-        """`engine` manages the files of checkpoints, and `store` has a row for each checkpoint.
-        `expiry_clock` decides when an expired checkpoint is deleted.
-        """
+        """`engine` manages the files of checkpoints, and `store` has a row for each checkpoint."""
         self._engine = engine
-        self._expiry_clock = expiry_clock
         self._store = store
         self._settings = settings
         self._links = LinkSigner(store.directory)
@@ -158,14 +148,14 @@ class CheckpointCatalog:
     async def info(self, tenant: Tenant, path: str) -> CheckpointInfo:
         """Return the description of a checkpoint that the tenant may read."""
         row = await self.readable_row(tenant, path)
-        info = await self._engine.checkpoint_info(row.path)
+        info = await self._engine.checkpoints.info(row.path)
         return replace(info, checkpoint=row.checkpoint)
 
     async def files(self, tenant: Tenant, path: str) -> CheckpointFiles:
         """Return the files of a checkpoint that the tenant may read, for a download."""
         row = await self.readable_row(tenant, path)
         recipients = recipients_of(row.checkpoint.user_metadata or {})
-        return CheckpointFiles(await self._engine.checkpoint_files(row.path), recipients)
+        return CheckpointFiles(await self._engine.checkpoints.files(row.path), recipients)
 
     def lock(self, path: str) -> asyncio.Lock:
         """Return the lock for making, changing or deleting a checkpoint. The caller must change the
@@ -177,7 +167,7 @@ class CheckpointCatalog:
         """Delete one of the tenant's checkpoints, even an expired one."""
         row = await self._owned_or_expired_row(tenant, path)
         async with self.lock(row.path):
-            deletion = await self._delete_files_and_row(row)
+            deletion = await self.delete_files_and_row(row)
         await deletion
 
     async def set_public(self, tenant: Tenant, path: str, public: bool) -> None:
@@ -193,7 +183,7 @@ class CheckpointCatalog:
         """
         row = await self._owned_or_expired_row(tenant, path)
         async with self.lock(row.path):
-            await self._engine.set_checkpoint_ttl(row.path, ttl_seconds)
+            await self._engine.checkpoints.set_ttl(row.path, ttl_seconds)
             row = await self.row_from_files(tenant, row.path)
             await self._store.write(update_row, CheckpointRow, row.path, expires=row.expires)
 
@@ -201,14 +191,14 @@ class CheckpointCatalog:
         """Make the row of a checkpoint from its files, which were just written. The row is not
         written to the database.
         """
-        info = await self._engine.checkpoint_info(path)
+        info = await self._engine.checkpoints.info(path)
         return CheckpointRow.from_checkpoint(info.checkpoint, tenant.name)
 
     async def is_name_free(self, path: str) -> bool:
         """Return whether a save may replace what is at `path` without being asked to, because
         nothing is there, or only an expired checkpoint.
         """
-        return not await self._engine.checkpoint_exists(path)
+        return not await self._engine.checkpoints.exists(path)
 
     async def check_quota(self, tenant: Tenant) -> None:
         """Raise BadRequest if the tenant has used up its storage quota, `max_storage_bytes`."""
@@ -218,118 +208,6 @@ class CheckpointCatalog:
         """Return the total size of each tenant's named checkpoints, in bytes."""
         query = "SELECT tenant, SUM(bytes) FROM checkpoints GROUP BY tenant"
         return await self._store.read(lambda db: dict(db.execute(query)))
-
-    async def remove_expired(self) -> None:
-        """Delete the checkpoints that expired at least `expiry_delay` of uptime ago."""
-        expired_before = self._expiry_clock.before(self._settings.expiry_delay)
-        expired = await self._store.read(select, CheckpointRow, "expires <= ?", [expired_before])
-        deletions: list[Awaitable[None]] = []
-        for row in expired:
-            async with self.lock(row.path):
-                # The tenant may have replaced the checkpoint, or let it live longer, meanwhile.
-                if [current.expires for current in await self._rows(row.path)] == [row.expires]:
-                    deletions.append(await self._delete_files_and_row(row))
-        # Wait only after all deletions, because on a full disk the writes need the freed space.
-        await asyncio.gather(*deletions)
-
-    async def remove_excess(self) -> None:
-        """Delete the oldest checkpoints of each run and kind beyond `max_checkpoints_per_run`.
-        Published checkpoints are kept and count.
-        """
-        ranked = (
-            "SELECT path, public, ROW_NUMBER() OVER (PARTITION BY run, CASE "
-            f"WHEN instr(path, '{STORED_DIRECTORY}') THEN 2 "
-            "WHEN instr(path, '/sampler_weights/') THEN 1 ELSE 0 END "
-            "ORDER BY created DESC, path DESC) AS rank FROM checkpoints"
-        )
-        excess = await self._store.read(
-            select,
-            CheckpointRow,
-            f"path IN (SELECT path FROM ({ranked}) WHERE rank > ? AND NOT public)",
-            [self._settings.max_checkpoints_per_run],
-        )
-        for row in excess:
-            async with self.lock(row.path):
-                # The tenant may have saved or published the checkpoint again meanwhile.
-                unchanged = [
-                    current
-                    for current in await self._rows(row.path)
-                    if current.created == row.created and not current.public
-                ]
-                deletions = [await self._delete_files_and_row(current) for current in unchanged]
-            await asyncio.gather(*deletions)
-            for current in unchanged:
-                _log.info(
-                    "deleted %s of %s, because its run has at least %d newer checkpoints "
-                    "(max_checkpoints_per_run)",
-                    current.path,
-                    current.tenant,
-                    self._settings.max_checkpoints_per_run,
-                )
-
-    async def reconcile(self) -> None:
-        """Remove the rows of checkpoints that are not on disk. The server calls this at its start,
-        because a crash may have interrupted a deletion. The method lists directories and reads no
-        manifests, so a damaged file cannot prevent the start. `verify` reads the manifests later.
-        """
-        on_disk = set(await self._engine.checkpoint_paths())
-        query = "SELECT path, tenant, expires FROM checkpoints"
-        rows = await self._store.read(lambda db: db.execute(query).fetchall())
-        missing_paths, now = list[str](), time.time()
-        for path, tenant, expires in rows:
-            # A crash during the replacement of a checkpoint may leave the old one under a temporary
-            # name. Reading the checkpoint in `_exists` restores its name.
-            if path in on_disk or await self._exists(path):
-                continue
-            missing_paths.append(path)
-            if expires is None or expires > now:
-                _log.warning("%s of %s is no longer on disk", path, tenant)
-
-        def record(transaction: Transaction) -> None:
-            for path in missing_paths:
-                delete_row(transaction, CheckpointRow, path)
-
-        if missing_paths:
-            with suppress(StorageError):  # on a full disk, the next start removes the rows
-                await self._store.write(record)
-
-    async def verify(self) -> None:
-        """Read the manifests of all checkpoints one after another. Log damaged manifests. Correct
-        rows that differ from their manifest, because a crash may have interrupted `set_ttl`. The
-        server runs this in the background after its start.
-
-        A damaged checkpoint stays in the catalog, because the operator may restore its files.
-        """
-
-        def read_next(connection: sqlite3.Connection, after: str) -> list[sqlite3.Row]:
-            query = "SELECT path FROM checkpoints WHERE path > ? ORDER BY path LIMIT 100"
-            return connection.execute(query, [after]).fetchall()
-
-        last = ""
-        while rows := await self._store.read(read_next, last):
-            for row in rows:
-                last = row["path"]
-                await self._verify(last)
-
-    async def _verify(self, path: str) -> None:
-        async with self.lock(path):
-            try:
-                checkpoint = (await self._engine.checkpoint_info(path)).checkpoint
-            except CheckpointError:  # the checkpoint was deleted or has expired
-                return
-            except (DamagedFileError, OSError) as error:
-                _log.error(
-                    "%s cannot be read: %s. Restore the file from a backup, or delete the "
-                    "checkpoint",
-                    path,
-                    error,
-                )
-                return
-            expires = None if checkpoint.expires_at is None else checkpoint.expires_at.timestamp()
-            columns = {"expires": expires, "bytes": checkpoint.size_bytes or 0}
-            [row] = await self._store.read(select, CheckpointRow, "path = ?", [path]) or [None]
-            if row is not None and columns != {"expires": row.expires, "bytes": row.bytes}:
-                self._store.write_in_background(update_row, CheckpointRow, path, **columns)
 
     def token(self, tenant: Tenant, path: str, seconds: float) -> str:
         """Return a token with which anybody can read the files of one checkpoint for `seconds`. The
@@ -345,34 +223,27 @@ class CheckpointCatalog:
         return Tenant(name), await self.files(Tenant(name), path)
 
     async def _row(self, path: str) -> CheckpointRow:
-        for row in await self._rows(path):
+        for row in await self.rows(path):
             if row.expires is None or row.expires > time.time():
                 return row
         raise _not_found(path)
 
     async def _owned_or_expired_row(self, tenant: Tenant, path: str) -> CheckpointRow:
-        for row in await self._rows(path):
+        for row in await self.rows(path):
             if row.tenant == tenant.name:
                 return row
         raise _not_found(path)
 
-    async def _rows(self, path: str) -> list[CheckpointRow]:
+    async def rows(self, path: str) -> list[CheckpointRow]:
         """Return the row of a checkpoint, expired or not; an empty list without one."""
         parsed = str(CheckpointPath.parse(path))
         return await self._store.read(select, CheckpointRow, "path = ?", [parsed])
 
-    async def _exists(self, path: str) -> bool:
-        """Return whether the checkpoint is on disk, damaged or not."""
-        try:
-            return await self._engine.checkpoint_exists(path)
-        except (DamagedFileError, OSError):
-            return True
-
-    async def _delete_files_and_row(self, row: CheckpointRow) -> asyncio.Future[None]:
+    async def delete_files_and_row(self, row: CheckpointRow) -> asyncio.Future[None]:
         """Delete the files and queue the deletion of the row. The returned future is done when the
         row is deleted.
         """
-        await self._engine.delete_checkpoint(row.path)
+        await self._engine.checkpoints.delete(row.path)
         crash_point("checkpoint deleted before recording")
         return self._store.write_with_retries(delete_row, CheckpointRow, row.path)
 

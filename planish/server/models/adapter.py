@@ -229,10 +229,10 @@ class ModelAdapter:
         """
         try:
             path = (await save).path
-            info = await self._engine.checkpoint_info(path)
+            info = await self._engine.checkpoints.info(path)
             crash_point("sampler saved before recording")
             if sampler is None or self._samplers.get(sampler.id) is not sampler:
-                await self._engine.delete_checkpoint(path)
+                await self._engine.checkpoints.delete(path)
             else:
                 await self._samplers.record_save(sampler, path, info.checkpoint.size_bytes or 0)
         except Exception as error:
@@ -321,7 +321,7 @@ class ModelAdapter:
 
     async def _delete_private_checkpoints(self, paths: Sequence[str]) -> None:
         for path in paths:
-            await self._engine.delete_checkpoint(path)
+            await self._engine.checkpoints.delete(path)
             self.private_paths.discard(path)
 
     def spawn(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:

@@ -107,7 +107,7 @@ class Steps:
         """
         copy_path = private_copy_path(request.row.owner, request.seq, path)
         if request.row.state == "accepted":
-            await self._engine.copy_without_metadata(path, copy_path)
+            await self._engine.checkpoints.copy_without_metadata(path, copy_path)
             crash_point("pinned before recording")
             await self._request_log.set_state(request, "started")
         return copy_path
