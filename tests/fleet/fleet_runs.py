@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
+from planish import (
+    AdamParams,
+    Datum,
+    ModelInput,
+    SamplingParams,
+    ServiceClient,
+    TrainingClient,
+)
 from planish.fleet.fleet import Fleet
 from planish.fleet.link import EngineOptions
 from planish.fleet.ray_link import RayLink, Resources, import_ray
@@ -52,9 +59,17 @@ def served_fleet(model_dir: Path, data_dir: Path, num_replicas: int) -> ServedFl
 
 
 def home_of(fleet: Fleet) -> Replica:
-    """Return the replica that has a training model. There is one."""
-    (home,) = (r for r in fleet.replicas.replicas if r.num_models and not r.is_lost)
-    return home
+    """Return the replica that has the newest training model."""
+    return list(fleet._models.values())[-1].home
+
+
+def wait_until_whole(fleet: Fleet) -> None:
+    """Wait until all lost replicas are replaced."""
+    replicas = fleet.replicas
+    with replicas._changed:
+        assert replicas._changed.wait_for(
+            lambda: not any(replica.is_lost for replica in replicas.replicas), WAIT
+        )
 
 
 def pid_of(replica: Replica) -> int:
@@ -74,8 +89,8 @@ def run_grpo(
     on_save: Callable[[int, str], object] = lambda step, path: None,
     model: str = "tiny",
 ) -> list[Any]:
-    """Run GRPO steps. Return what they computed: tokens, logprobs, losses and gradient norms, and
-    last a hash of the adapter.
+    """Run GRPO steps. Return what each of them computed: tokens, logprobs, losses and gradient norms,
+    and a hash of the adapter.
     """
     training_client = (
         client.create_lora_training_client(model, rank=4, seed=1)
@@ -102,12 +117,12 @@ def run_grpo(
                 [(sequence.tokens, sequence.logprobs) for group in groups for sequence in group],
                 backward.result(WAIT).metrics,
                 update.result(WAIT).metrics,
+                adapter_hash(training_client),
             ]
         )
         if save_every and (step + 1) % save_every == 0:
             path = training_client.save_state(f"step-{step + 1}", overwrite=True).result(WAIT).path
             on_save(step + 1, path)
-    rows.append(adapter_hash(client, training_client))
     return rows
 
 
@@ -117,7 +132,7 @@ def training_data(number: int) -> list[Datum]:
     return [Datum(ModelInput.from_ints(row[:-1]), {"target_tokens": row[1:]}) for row in rows]
 
 
-def adapter_hash(client: ServiceClient, training_client: Any) -> str:
+def adapter_hash(training_client: TrainingClient) -> str:
     """Return a hash of the adapter's logprobs at all positions of a fixed text."""
     tokens = list(range(1, 200))
     datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})

@@ -4,9 +4,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +14,15 @@ import pytest
 pytest.importorskip("ray", reason="needs planish[ray]; run by make test-extras")
 
 from client_tests import *  # noqa: F403
-from fleet_runs import SETTINGS, WAIT, home_of, pid_of, run_grpo, served_fleet, training_data
+from fleet_runs import (
+    SETTINGS,
+    WAIT,
+    pid_of,
+    run_grpo,
+    served_fleet,
+    training_data,
+    wait_until_whole,
+)
 from server_process import BASE_MODEL, running_server
 from server_thread import ServerThread, serving
 from short_datum import STEP
@@ -44,22 +50,26 @@ def cluster() -> Iterator[None]:
     leave_cluster()
 
 
-@contextmanager
-def served(model_dir: Path, data_dir: Path) -> Iterator[tuple[ServedFleet, ServerThread]]:
+@pytest.fixture(scope="module")
+def server(model_dir, tmp_path_factory) -> Iterator[ServerThread]:
+    data_dir = tmp_path_factory.mktemp("served")
     fleet = served_fleet(model_dir, data_dir, 2)
     with serving(data_dir, {"tiny": model_dir}, engine=fleet) as thread:
-        yield fleet, thread
-
-
-@pytest.fixture(scope="module")
-def two_replicas(model_dir, tmp_path_factory) -> Iterator[tuple[ServedFleet, ServerThread]]:
-    with served(model_dir, tmp_path_factory.mktemp("served")) as pair:
-        yield pair
+        yield thread
 
 
 @pytest.fixture
-def make_client(two_replicas):
-    return lambda: ServiceClient(base_url=two_replicas[1].url)
+def fleet(server) -> Iterator[ServedFleet]:
+    """The replicas of the server. Those that a test ends are replaced before the next test."""
+    fleet = server.server.engine._engine
+    assert isinstance(fleet, ServedFleet)
+    yield fleet
+    wait_until_whole(fleet)
+
+
+@pytest.fixture
+def make_client(server):
+    return lambda: ServiceClient(base_url=server.url)
 
 
 @pytest.fixture(scope="module")
@@ -88,33 +98,36 @@ def train_pipelined(client: ServiceClient, disturb: Any = lambda: None) -> list[
     return results
 
 
-def kill(fleet: ServedFleet) -> None:
-    os.kill(pid_of(home_of(fleet)), signal.SIGKILL)
-
-
-def test_a_server_with_replicas_has_the_bits_of_one_engine(two_replicas, undisturbed, make_client):
+def test_a_server_with_replicas_has_the_bits_of_one_engine(fleet, undisturbed, make_client):
     assert run_grpo(make_client(), NUM_STEPS) == undisturbed["grpo"]
-    fleet, _ = two_replicas
     assert all(replica.num_samples for replica in fleet.replicas.replicas)
 
 
-def test_models_of_a_lost_home_continue_on_another_replica(model_dir, tmp_path, undisturbed):
-    with served(model_dir, tmp_path) as (fleet, thread):
+def home_killer(fleet: ServedFleet) -> Callable[[], None]:
+    """Return a function that kills the home of the one model that is created after this call."""
+    others = set(fleet._models)
 
-        def disturb(step: int) -> None:
-            if step in (2, 5):
-                kill(fleet)
+    def kill() -> None:
+        (model,) = (model for id, model in fleet._models.items() if id not in others)
+        os.kill(pid_of(model.home), signal.SIGKILL)
 
-        client = ServiceClient(base_url=thread.url)
-        assert run_grpo(client, NUM_STEPS, disturb) == undisturbed["grpo"]
-        assert thread.server.engine.fault is None
+    return kill
 
 
-def test_requests_that_run_or_wait_when_a_home_is_lost_run_once(model_dir, tmp_path, undisturbed):
-    with served(model_dir, tmp_path) as (fleet, thread):
-        client = ServiceClient(base_url=thread.url)
-        client.create_sampling_client(base_model="tiny")  # loads the base model
-        assert train_pipelined(client, lambda: kill(fleet)) == undisturbed["pipelined"]
+def test_models_of_a_lost_home_continue_on_another_replica(server, fleet, make_client, undisturbed):
+    kill_home = home_killer(fleet)
+
+    def disturb(step: int) -> None:
+        if step in (2, 5):
+            wait_until_whole(fleet)
+            kill_home()
+
+    assert run_grpo(make_client(), NUM_STEPS, disturb) == undisturbed["grpo"]
+    assert server.server.engine.fault is None
+
+
+def test_requests_that_run_or_wait_when_a_home_is_lost_run_once(fleet, make_client, undisturbed):
+    assert train_pipelined(make_client(), home_killer(fleet)) == undisturbed["pipelined"]
 
 
 def test_a_constraint_is_compiled_before_the_request_is_submitted(make_client):
