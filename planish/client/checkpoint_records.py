@@ -117,6 +117,10 @@ class ServerRecords:
         """Let the server give a replica no new work. Return the rows of `replicas`."""
         return self._call("POST", f"/fleet/{replica}/drain")["replicas"]
 
+    def add_replica(self) -> list[Row]:
+        """Let the server start one more replica. Return the rows of `replicas`."""
+        return self._call("POST", "/fleet/add")["replicas"]
+
     def import_adapter(self, directory: Path, options: Mapping[str, Any]) -> Row:
         """Upload the adapter in a directory and import it on the server. `options` are base_model,
         name, quantize and source, as far as they are known.

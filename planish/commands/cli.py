@@ -14,7 +14,8 @@
     planish inspect-logs DIR     write evaluations as logs that `inspect view` shows
     planish run SCRIPT           run an unmodified script for the tinker SDK, without a server
     planish serve                serve the engine to the tinker SDK and to clients of OpenAI's API
-    planish fleet status|drain   list the replicas of a server, and drain one
+    planish fleet status|drain|add
+                                 list the replicas of a server, drain one, or add one
     planish runs                 list training runs of a server or of this machine
     planish checkpoints          list, show, delete, publish, expire or download checkpoints
     planish export CKPT DIR      write a PEFT adapter, or a merged model
@@ -50,7 +51,7 @@ COMMANDS = {
     "inspect-logs": "write evaluations as log files of Inspect, which `inspect view` shows",
     "run": "run a script written for the tinker SDK or its cookbook, unmodified, without a server",
     "serve": "serve base models to the tinker SDK, planish clients and OpenAI clients",
-    "fleet": "list the replicas of a server, or drain one",
+    "fleet": "list the replicas of a server, drain one, or add one",
     "rollouts": "show the rollouts of a run: prompts, answers and rewards",
     "play": "answer in an environment of a recipe yourself, and see the rewards",
     "runs": "list the training runs of a server or of this machine",

@@ -1,4 +1,4 @@
-"""`planish fleet`: list the replicas of a server, and drain one."""
+"""`planish fleet`: list the replicas of a server, drain one, and add one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planish.commands.tables import format_size, print_table
 from planish.errors import UserError
 from planish.processes.arguments import argument_adder
 
-ACTIONS = ("status", "drain")
+ACTIONS = ("status", "drain", "add")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = argument_adder(parser)
     add(
         "ACTION",
-        "status: list the replicas; drain: give one no new work, and end it",
+        "status: list the replicas; drain: give one no new work, and end it; add: start a drained "
+        "one again, or one more",
         choices=ACTIONS,
     )
     add("REPLICA", "drain: the number of the replica", nargs="?", type=int)
@@ -35,17 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """List the replicas, or drain one and list them."""
+    """List the replicas, after draining or adding one."""
     replica: int | None = arguments.replica
     if arguments.action == "drain" and replica is None:
         raise UserError("planish fleet drain REPLICA: give the number of a replica")
-    if arguments.action == "status" and replica is not None:
-        raise UserError(f"planish fleet status lists all replicas; leave out {replica}")
+    if arguments.action != "drain" and replica is not None:
+        raise UserError(f"planish fleet {arguments.action} takes no number; leave out {replica}")
     url = resolve_server_url(arguments.base_url, arguments.api_key, {})
     if url is None:
         raise UserError("planish fleet: give --base-url, or set PLANISH_BASE_URL")
     records = ServerRecords(url, resolve_api_key(arguments.api_key))
-    replicas = records.replicas() if replica is None else records.drain(replica)
+    if replica is not None:
+        replicas = records.drain(replica)
+    else:
+        replicas = records.add_replica() if arguments.action == "add" else records.replicas()
     if arguments.json:
         print(as_json(replicas))
     else:

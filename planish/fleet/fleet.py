@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -51,16 +51,22 @@ class Fleet:
         num_replicas: int,
         put: Callable[[AdapterVersion], Any] = lambda version: version,
         on_close: Callable[[], None] = lambda: None,
+        cluster_fault: Callable[[], str | None] = lambda: None,
+        check_free: Callable[[], None] = lambda: None,
+        drained: Collection[int] = (),
         silent_seconds: float = SILENT_SECONDS,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         """Start the replicas.
 
         `start_link` starts a process. `put` stores a version of an adapter, and returns what the
-        replicas get in its place. A replica that does not answer for `silent_seconds`, or
-        whose engine makes no progress for `stall_seconds`, is replaced.
+        replicas get in its place. `cluster_fault` returns why the whole cluster is lost, or None.
+        `check_free` raises UserError if there is no device for one more replica. The replicas with
+        the numbers in `drained` are not started. A replica that does not answer for `silent_seconds`, or whose engine makes no progress for
+        `stall_seconds`, is replaced.
         """
         self._put = put
+        self._check_free = check_free
         self._on_close = on_close
         self._is_closed = False
         self._models: dict[str, FleetModel] = {}
@@ -74,6 +80,8 @@ class Fleet:
             num_replicas,
             self._describe_loss,
             self._handle_loss,
+            cluster_fault,
+            drained,
             silent_seconds,
             stall_seconds,
         )
@@ -131,6 +139,14 @@ class Fleet:
     def delete_checkpoint(self, path: str) -> None:
         """Delete the checkpoint at a tinker:// path."""
         self._call("delete_checkpoint", path)
+
+    def add_replica(self) -> Replica:
+        """Begin to start one more replica, also while operations run. It takes work when it has all
+        base models. Raise UserError if there is no free device.
+        """
+        self._check_open()
+        self._check_free()
+        return self.replicas.add()
 
     def close(self, finish: bool = True) -> None:
         """Close all engines, and end their processes. See `Service.close`."""
@@ -270,7 +286,7 @@ class Fleet:
     def _handle_loss(self, replica: Replica) -> None:
         for model in list(self._models.values()):
             if model.home is replica:
-                model.lose()
+                model.lose(self.replicas.fault)
         self._samplers.forget_replica(replica)
 
     def _model(self, model_id: str) -> FleetModel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from planish.errors import UserError
 from planish.fleet.fleet import Fleet
 from planish.fleet.link import EngineOptions
 from planish.fleet.ray_link import (
+    HeadWatch,
     RayLink,
     Resources,
     free_devices,
@@ -40,6 +41,8 @@ class FleetPlan:
     """Whether the cluster ends with the fleet."""
     has_cluster: bool
     """Whether this process is connected to a cluster already."""
+    drained: frozenset[int] = frozenset()
+    """The numbers of the replicas that are not started."""
 
     def start(self, options: EngineOptions) -> Fleet:
         """Start the replicas."""
@@ -52,6 +55,7 @@ class FleetPlan:
             self.num_replicas,
             options,
             stall_seconds=stall_seconds,
+            drained=self.drained,
             **self._arguments(),
         )
 
@@ -65,8 +69,21 @@ class FleetPlan:
             owns_cluster = start_cluster(self.num_cpus, self.num_gpus)
         return {
             "put": import_ray().put,
+            "cluster_fault": HeadWatch().fault,
+            "check_free": self._check_free,
             "on_close": leave_cluster if owns_cluster else lambda: None,
         }
+
+    def _check_free(self) -> None:
+        """Raise UserError if the cluster has no free device for one more replica."""
+        is_gpu = self.resources.num_gpus > 0
+        kind, needed = ("GPU", 1) if is_gpu else ("CPU", self.resources.num_cpus)
+        free = free_devices(kind)
+        if free < needed:
+            raise UserError(
+                f"each replica occupies {needed} {kind}s, and {free} are free in the cluster; add "
+                "a machine to the cluster, or drain another replica"
+            )
 
 
 def check_replicas(device: str, replicas: int | None) -> None:
@@ -82,11 +99,14 @@ def check_replicas(device: str, replicas: int | None) -> None:
         )
 
 
-def plan_fleet(device: str, replicas: int | None, ray: str | None) -> FleetPlan:
+def plan_fleet(
+    device: str, replicas: int | None, ray: str | None, drained: Collection[int] = ()
+) -> FleetPlan:
     """Return the plan of a fleet on this machine, or on the cluster at the address `ray`.
 
     `replicas` is the number of replicas, by default one for each GPU of the cluster, or without
-    GPUs one for each machine. Raise UserError if there are not enough devices.
+    GPUs one for each machine. Those with the numbers in `drained` are not started. Raise UserError
+    if there are not enough devices.
     """
     check_replicas(device, replicas)
     import_ray()
@@ -103,8 +123,11 @@ def plan_fleet(device: str, replicas: int | None, ray: str | None) -> FleetPlan:
     count = default if replicas is None else replicas
     if device == "cuda" and not uses_gpus:
         raise UserError("device='cuda': the cluster has no GPU; give 'auto' or 'cpu'")
+    absent = frozenset(drained) & frozenset(range(count))
+    if len(absent) == count:
+        raise UserError(f"replicas={count}: all of them were drained; give a larger number")
     num_devices, kind = (gpus, "GPUs") if uses_gpus else (cpus, "CPUs")
-    if count > num_devices:
+    if count - len(absent) > num_devices:
         where = "this machine has" if ray is None else "free in the cluster are"
         raise UserError(
             f"replicas={count}: each replica needs a device of its own, and {where} {num_devices} "
@@ -112,4 +135,4 @@ def plan_fleet(device: str, replicas: int | None, ray: str | None) -> FleetPlan:
         )
     per_replica = max(1, cpus // max(count, default))
     resources = Resources(1 if uses_gpus else 0, 1 if uses_gpus else per_replica)
-    return FleetPlan(count, resources, cpus, gpus, is_own_cluster, ray is not None)
+    return FleetPlan(count, resources, cpus, gpus, is_own_cluster, ray is not None, absent)

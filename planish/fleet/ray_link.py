@@ -19,6 +19,7 @@ import torch
 from planish.errors import UserError
 from planish.fleet.host import RequestHandler
 from planish.fleet.link import EngineOptions, Event, ReplicaLostError
+from planish.processes.stall_watch import StallWatch
 
 _NUM_CALLS = 32
 """The number of calls of one replica that can run at once."""
@@ -26,6 +27,10 @@ _CONNECT_SECONDS = 5.0
 _START_ATTEMPTS = 4
 _CHECK_SECONDS = 1.0
 """How often a waiting call checks whether its replica was given up."""
+HEAD_SECONDS = 20.0
+"""If the head of the cluster does not answer for so long, the fleet ends. It must be less than the
+60 s after which Ray ends this process without an exception (gcs_rpc_server_reconnect_timeout_s).
+"""
 
 
 @dataclass(frozen=True)
@@ -136,11 +141,36 @@ class RayLink:
         raise ReplicaLostError("the replica was ended")
 
 
+class HeadWatch:
+    """Notices that the head of the cluster has ended."""
+
+    def __init__(self, address: str | None = None, seconds: float = HEAD_SECONDS) -> None:
+        """Watch the head at `address`, by default that of the cluster of this process."""
+        self.address = address or import_ray().get_runtime_context().gcs_address
+        self._watch = StallWatch(seconds)
+        self._num_answers = 0
+
+    def fault(self) -> str | None:
+        """Return why the cluster is lost, or None. Call this every second."""
+        host, _, port = self.address.rpartition(":")
+        reason = ""
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+            self._num_answers += 1
+        except OSError as error:
+            reason = str(error)
+        if not self._watch.is_stalled(self._num_answers):
+            return None
+        return f"the head of the Ray cluster, {self.address}, has ended or cannot be reached ({reason})"
+
+
 def import_ray() -> Any:
     """Return the module `ray`. Raise UserError if it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # By default, Ray gives its workers a low priority. Replicas do most of a program's work.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # By default, Ray starts a worker for each CPU of the machine. Each replica needs one.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Otherwise a call after the end of the cluster would start another one.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:

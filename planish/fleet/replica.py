@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from planish.engine.replication import AdapterVersion, CreateVersionSampler
 from planish.errors import UserError
-from planish.fleet.link import EngineStatus, Link
+from planish.fleet.link import EngineStatus, Event, Link, ReplicaLostError
 from planish.fleet.remote_engine import RemoteEngine
 from planish.processes.stall_watch import StallWatch
 from planish.service import CreateSampler
@@ -35,6 +35,24 @@ class SamplerSource:
     shared: SharedVersion | None = None
 
 
+class EndedLink:
+    """The link of a replica that has no process."""
+
+    def request(self, name: str, *args: Any) -> Any:
+        """Raise ReplicaLostError."""
+        raise ReplicaLostError("the replica has no process")
+
+    def poll(self) -> Sequence[Event]:
+        """Raise ReplicaLostError."""
+        raise ReplicaLostError("the replica has no process")
+
+    def end(self) -> None:
+        """Do nothing."""
+
+    def kill(self) -> None:
+        """Do nothing."""
+
+
 @dataclass(eq=False)
 class Replica:
     """A replica, which keeps its number when its process is replaced by another one."""
@@ -51,6 +69,10 @@ class Replica:
     """The number of signs of life."""
     is_draining: bool = False
     """Whether the replica gets no new samples and no new training models."""
+    is_added: bool = False
+    """Whether the replica was added later, and its process is being started."""
+    failure: str | None = None
+    """Why the replica is lost and not started again."""
     load: int = 0
     """Unfinished sampling work in tokens."""
     num_models: int = 0
@@ -60,7 +82,7 @@ class Replica:
     num_micro_batches: int = 0
     """The number of micro-batches that this replica has computed for models of other replicas."""
     num_losses: int = 0
-    """How many processes of this number were lost."""
+    """How many processes of this number were lost. The end of a drained one is no loss."""
     num_idle_losses: int = 0
     """How many of them were lost in a row before they had done any work."""
     work_before: int = 0
@@ -83,12 +105,16 @@ class Replica:
 
     @property
     def state(self) -> str:
-        """What the replica does: "running", "lost" until it is replaced, "draining", or "drained"
-        when its process has ended.
+        """What the replica does: "running"; "lost" until it is replaced, or "failed" if it is not;
+        "draining", or "drained" when its process has ended; "starting" if it was added.
         """
+        if not self.is_lost:
+            return "draining" if self.is_draining else "running"
         if self.is_draining:
-            return "drained" if self.is_lost else "draining"
-        return "lost" if self.is_lost else "running"
+            return "drained"
+        if self.failure is not None:
+            return "failed"
+        return "starting" if self.is_added else "lost"
 
     @property
     def _work(self) -> int:
@@ -98,7 +124,7 @@ class Replica:
         """Pass the counts of this lost replica on to the one that replaces it."""
         successor.num_samples = self.num_samples
         successor.num_micro_batches = self.num_micro_batches
-        successor.num_losses = self.num_losses + 1
+        successor.num_losses = self.num_losses
         successor.num_idle_losses = 0 if self.has_worked else self.num_idle_losses + 1
         successor.work_before = self._work
 
@@ -192,7 +218,7 @@ class Watch:
         self._waiting.discard(replica)
 
 
-def check_same(what: str, found: dict[int, object]) -> None:
+def check_same(what: str, found: Mapping[int, object]) -> None:
     """Raise UserError unless all replicas have the same value."""
     if len({repr(value) for value in found.values()}) > 1:
         values = "; ".join(f"replica {number}: {value}" for number, value in found.items())

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from planish.errors import EngineClosedError, UserError
 from planish.fleet.link import Link, ReplicaLostError
 from planish.fleet.remote_engine import RemoteEngine
-from planish.fleet.replica import Replica, Watch, check_same
+from planish.fleet.replica import EndedLink, Replica, Watch, check_same
 from planish.processes.background import BackgroundThread
 from planish.processes.stall_watch import STALL_SECONDS
 from planish.service import Operation
@@ -40,23 +40,33 @@ class ReplicaSet:
         num_replicas: int,
         describe_loss: Callable[[Operation[Any], ReplicaLostError], str],
         on_lost: Callable[[Replica], None],
+        cluster_fault: Callable[[], str | None] = lambda: None,
+        drained: Collection[int] = (),
         silent_seconds: float = SILENT_SECONDS,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         """Start all replicas. `start_link` starts one process. See `Watch` for the two limits.
 
         `describe_loss` returns the error message of an operation of a lost replica, and `on_lost`
-        is called before such operations fail.
+        is called before such operations fail. `cluster_fault` returns why the whole cluster is
+        lost, or None. The replicas with the numbers in `drained` are not started.
         """
         self._start_link = start_link
         self._describe_loss = describe_loss
         self._on_lost = on_lost
+        self._cluster_fault = cluster_fault
+        self.fault: str | None = None
+        """Why all replicas are lost for good, if they are."""
         self._changed = threading.Condition()
         self._num_starting = 0
+        self._is_started = threading.Event()
         self._base_models: set[str] = set()
         self.is_closing = False
         with ThreadPoolExecutor(num_replicas) as threads:
-            starts = [threads.submit(self._start, number) for number in range(num_replicas)]
+            starts = [
+                threads.submit(_without_process if number in drained else self._start, number)
+                for number in range(num_replicas)
+            ]
         self.replicas: list[Replica] = []
         """All replicas by number. A lost replica is in the list until it is replaced."""
         try:
@@ -67,6 +77,7 @@ class ReplicaSet:
                 if start.exception() is None:
                     start.result().link.kill()
             raise
+        self._is_started.set()
         self._stop = threading.Event()
         self._watch = Watch(silent_seconds, stall_seconds)
         self._thread = BackgroundThread(self._run_watch, "planish-watch", stop=self._stop.set)
@@ -78,10 +89,10 @@ class ReplicaSet:
                 live = [replica for replica in self.replicas if not replica.is_lost]
                 if live:
                     return live
-                if not self._num_starting or self.is_closing:
+                if not self._num_starting or self.is_closing or self.fault:
                     raise EngineClosedError(
-                        "no replica of the fleet is left; make a new ServiceClient, and load the "
-                        "last checkpoint"
+                        f"{self.fault or 'no replica of the fleet is left'}; make a new "
+                        "ServiceClient, and load the last checkpoint"
                     )
                 self._changed.wait(1.0)
 
@@ -109,6 +120,22 @@ class ReplicaSet:
                 )
             replica.is_draining = True
             return replica
+
+    def add(self) -> Replica:
+        """Begin to start one more replica, and return it. It takes the number of a drained or
+        failed one, if there is one.
+        """
+        with self._changed:
+            idle = [r for r in self.replicas if r.state in ("drained", "failed")]
+            number = idle[0].number if idle else len(self.replicas)
+            added = _without_process(number)
+            if idle:
+                idle[0].succeeded_by(added)
+            added.is_draining, added.is_added, added.num_idle_losses = False, True, 0
+            self.replicas[number : number + 1] = [added]
+            self._num_starting += 1
+        threading.Thread(target=partial(self._replace, added), daemon=True).start()
+        return added
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a method of any engine. If its replica is lost meanwhile, call that of another."""
@@ -142,10 +169,7 @@ class ReplicaSet:
                 else:
                     load.result()
             live = self.live()
-        check_same(
-            f"the weights of base_model={name!r}",
-            {replica.number: replica.fingerprints[name] for replica in live},
-        )
+        self._check_weights(name, live)
         self._base_models.add(name)
 
     def close(self, finish: bool) -> None:
@@ -159,15 +183,30 @@ class ReplicaSet:
 
     def _start(self, number: int) -> Replica:
         link = self._start_link()
-        # The two callbacks need the replica, which needs the engine.
-        created: list[Replica] = []
+        # The callback needs the replica, which needs the engine.
+        created: Future[Replica] = Future()
         engine = RemoteEngine(
             link,
-            on_lost=lambda error: self._handle_loss(created, error),
+            on_lost=lambda error: self._handle_loss(created.result(), error),
             describe_loss=self._describe_loss,
         )
-        created.append(Replica(number, link, engine))
-        return created[0]
+        replica = Replica(number, link, engine)
+        created.set_result(replica)
+        return replica
+
+    def _prepare(self, replica: Replica) -> None:
+        """Load all base models on a new replica. Raise UserError if its versions, its device or its
+        weights are not those of the others.
+        """
+        others = [r for r in self.replicas if not r.is_lost and r.number != replica.number]
+        self._check_machines([*others, replica])
+        for name in list(self._base_models):
+            replica.load_base_model(name)
+            self._check_weights(name, [*others, replica])
+
+    def _check_weights(self, name: str, replicas: list[Replica]) -> None:
+        found = {r.number: r.fingerprints[name] for r in replicas if name in r.fingerprints}
+        check_same(f"the weights of base_model={name!r}", found)
 
     def _check_machines(self, replicas: list[Replica]) -> None:
         machines = {replica.number: getattr(replica.link, "machine", None) for replica in replicas}
@@ -175,49 +214,88 @@ class ReplicaSet:
         check_same("the versions of packages", {n: m.versions for n, m in known.items()})
         check_same("the devices", {n: m.device for n, m in known.items()})
 
-    def _handle_loss(self, created: list[Replica], error: ReplicaLostError) -> None:
-        if not created or self.is_closing:
+    def _handle_loss(self, replica: Replica, error: ReplicaLostError) -> None:
+        if self.is_closing:
             return
-        replica = created[0]
         _log.warning("replica %d is lost: %s", replica.number, error)
         with self._changed:
             self._num_starting += 1
+            replica.num_losses += not replica.is_draining
             self._changed.notify_all()
         self._on_lost(replica)
         threading.Thread(target=partial(self._replace, replica), daemon=True).start()
 
     def _replace(self, lost: Replica) -> None:
         """Start a new process for a lost replica."""
+        self._is_started.wait()
         try:
-            if lost.is_draining:
-                _log.warning("replica %d is drained", lost.number)
-                return
-            if not lost.has_worked and lost.num_idle_losses + 1 >= _MAX_IDLE_LOSSES:
-                _log.error("replica %d is not replaced", lost.number)
-                return
-            replica = self._start(lost.number)
-            lost.succeeded_by(replica)
-            self._check_machines([*(r for r in self.replicas if r is not lost), replica])
-            for name in list(self._base_models):
-                replica.load_base_model(name)
-            if self.is_closing:
-                replica.link.kill()
-                return
-            self.replicas[lost.number] = replica
-            _log.warning("replica %d is replaced", lost.number)
+            if self._is_replaceable(lost):
+                replica = self._start_again(lost.number)
+                lost.succeeded_by(replica)
+                self._insert(replica)
         except Exception as error:
             if not self.is_closing:
-                _log.error("replica %d cannot be replaced: %s", lost.number, error)
+                lost.failure = str(error)
+                _log.error("replica %d cannot be started: %s", lost.number, error)
         finally:
             with self._changed:
                 self._num_starting -= 1
                 self._changed.notify_all()
 
+    def _is_replaceable(self, lost: Replica) -> bool:
+        if self.is_closing or self.fault is not None:
+            return False
+        if lost.is_draining:
+            _log.warning("replica %d is drained", lost.number)
+            return False
+        if not lost.has_worked and lost.num_idle_losses + 1 >= _MAX_IDLE_LOSSES:
+            lost.failure = f"it was lost {_MAX_IDLE_LOSSES} times before it had done any work"
+            _log.error("replica %d is not replaced: %s", lost.number, lost.failure)
+            return False
+        return True
+
+    def _start_again(self, number: int) -> Replica:
+        """Start a replica, several times if its process ends at its start."""
+        for _ in range(_MAX_IDLE_LOSSES - 1):
+            try:
+                return self._start(number)
+            except ReplicaLostError as error:
+                _log.warning("replica %d was lost at its start: %s", number, error)
+        return self._start(number)
+
+    def _insert(self, replica: Replica) -> None:
+        """Put a new replica in the place of the lost one, once it has all base models."""
+        try:
+            self._prepare(replica)
+        except BaseException as error:
+            if not isinstance(error, ReplicaLostError):
+                replica.num_idle_losses = _MAX_IDLE_LOSSES  # it would be rejected again
+            replica.link.kill()
+            raise
+        if self.is_closing:
+            replica.link.kill()
+            return
+        self.replicas[replica.number] = replica
+        _log.warning("replica %d is started again", replica.number)
+
     def _run_watch(self) -> None:
         while not self._stop.wait(1.0):
-            for replica in self._watch.tick([r for r in self.replicas if not r.is_lost]):
+            live = [replica for replica in self.replicas if not replica.is_lost]
+            self.fault = self.fault or self._cluster_fault()
+            if self.fault is not None:
+                _log.error("all replicas are given up: %s", self.fault)
+                for replica in live:
+                    replica.link.kill()
+                return
+            for replica in self._watch.tick(live):
                 _log.warning(
                     "replica %d does not answer, or its engine hangs: it is given up",
                     replica.number,
                 )
                 replica.link.kill()
+
+
+def _without_process(number: int) -> Replica:
+    """Return a drained replica, which has no process."""
+    link = EndedLink()
+    return Replica(number, link, RemoteEngine(link), is_draining=True)

@@ -16,6 +16,7 @@ from planish.engine.checkpoints.store import CheckpointStore, data_directory
 from planish.engine.memory import DeviceMemory
 from planish.engine.replication import AdapterVersion, CompileConstraint
 from planish.engine.settings import EngineSettings
+from planish.fleet.drained import write_drained
 from planish.fleet.fleet import Fleet
 from planish.fleet.futures import RemoteFuture
 from planish.fleet.link import EngineOptions, Link, ReplicaLostError
@@ -67,6 +68,7 @@ class ServedFleet(Fleet):
         """Start the replicas. `options` are those of their engines. See `Fleet`."""
         super().__init__(start_link, num_replicas, put, on_close, **arguments)
         self.administration = FleetAdministration(options, self.replicas)
+        self._data_dir = data_directory(options.data_dir)
         self._substitutes = dict(options.settings.get("substitute_losses") or {})
         self.substitutions: Counter[tuple[str, str]] = Counter()
         """Number of operations with a substituted loss, by (requested loss, substitute)."""
@@ -99,6 +101,23 @@ class ServedFleet(Fleet):
                 attempts.append(replica.engine.submit(compilation))
         return _all_of(attempts)
 
+    def drain(self, number: int) -> Replica:
+        """Give a replica no new samples and models, now and after a restart. See
+        `ReplicaSet.drain`.
+        """
+        replica = self.replicas.drain(number)
+        self._record_drained()
+        return replica
+
+    def add_replica(self) -> Replica:
+        """Begin to start one more replica. See `Fleet.add_replica`."""
+        replica = super().add_replica()
+        self._record_drained()
+        return replica
+
+    def _record_drained(self) -> None:
+        write_drained(self._data_dir, {r.number for r in self.replicas.replicas if r.is_draining})
+
     def status(self) -> list[dict[str, Any]]:
         """Return what each replica is and does, as plain values for JSON."""
         return [_status_of(replica) for replica in self.replicas.replicas]
@@ -127,6 +146,7 @@ def _status_of(replica: Replica) -> dict[str, Any]:
     return {
         "replica": replica.number,
         "state": replica.state,
+        "failure": replica.failure,
         "host": machine and machine.host,
         "pid": machine and machine.pid,
         "device": machine and machine.device,

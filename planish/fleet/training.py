@@ -161,16 +161,19 @@ class FleetModel:
         with self._lock:
             self._idle.wait_for(lambda: not self._steps)
 
-    def lose(self) -> None:
-        """Record that the home replica is lost."""
+    def lose(self, cluster_fault: str | None) -> None:
+        """Record that the home replica is lost, by itself or with the whole cluster."""
         remedy = (
             f"load the last checkpoint, {self.last_checkpoint}"
             if self.last_checkpoint
             else "there is no checkpoint, so create it again"
         )
+        reason = (
+            cluster_fault or f"the replica that trained it has ended (replica {self.home.number})"
+        )
         self.loss = (
-            f"model_id={self.model_id!r}: its weights and its optimizer state are lost, because the "
-            f"replica that trained it has ended (replica {self.home.number}); {remedy}"
+            f"model_id={self.model_id!r}: its weights and its optimizer state are lost, because "
+            f"{reason}; {remedy}"
         )
 
     def drop_export(self) -> None:
@@ -183,7 +186,7 @@ class FleetModel:
         here first.
         """
         if self.loss is None:
-            self.lose()
+            self.lose(self._replicas.fault)
         return ReplicaLostError(str(self.loss))
 
     def _check(self) -> None:

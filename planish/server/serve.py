@@ -41,6 +41,7 @@ from planish.engine.memory import (
 )
 from planish.errors import UserError
 from planish.files import make_directory
+from planish.fleet.drained import read_drained
 from planish.fleet.link import EngineOptions
 from planish.fleet.plan import FleetPlan, plan_fleet
 from planish.fleet.served import ServedFleet
@@ -180,7 +181,9 @@ def _check_options(options: ServeOptions) -> _CheckedOptions:
     plan = memory_plan(models, memory, options.settings)
     fleet = None
     if options.replicas is not None or options.ray is not None:
-        fleet = plan_fleet(options.engine.device, options.replicas, options.ray)
+        fleet = plan_fleet(
+            options.engine.device, options.replicas, options.ray, read_drained(directory)
+        )
     return _CheckedOptions(options, models, directory, keys, memory, plan, fleet)
 
 
@@ -197,7 +200,9 @@ def _start_engine(checked: _CheckedOptions) -> HostedEngine:
         directories, str(checked.data_dir), asdict(options.engine), settings.adapter_memory_bytes
     )
     fleet = checked.fleet.start_served(engine_options, settings.engine_stall_timeout)
-    _log.info("%d replicas are started", len(fleet.replicas.replicas))
+    _log.info("%d replicas are started", len(fleet.replicas.live()))
+    for number in sorted(checked.fleet.drained):
+        _log.warning("replica %d is drained and not started; `planish fleet add` does it", number)
     return fleet
 
 

@@ -1,4 +1,4 @@
-"""Endpoints for the replicas of a server, which its operator lists and drains."""
+"""Endpoints for the replicas of a server, which its operator lists, drains and adds."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class FleetRoutes:
         """Return the routes."""
         return [
             endpoint("/fleet", self._status, "GET"),
+            endpoint("/fleet/add", self._add),
             endpoint("/fleet/{replica}/drain", self._drain),
         ]
 
@@ -50,13 +51,19 @@ class FleetRoutes:
         context.check_operator("replicas are listed")
         return {"replicas": self.fleet.status()}
 
+    async def _add(self, context: RequestContext) -> Json:
+        """Begin to start one more replica."""
+        context.check_operator("replicas are added")
+        _log.info("adding replica %d", self.fleet.add_replica().number)
+        return {"replicas": self.fleet.status()}
+
     async def _drain(self, context: RequestContext) -> Json:
         """Give a replica no new work, and end its process when its work is done."""
         context.check_operator("replicas are drained")
         text = context.path_parameter("replica")
         if not text.isdecimal():
             raise UserError(f"replica {text[:40]!r}: give the number of a replica")
-        replica = self.fleet.replicas.drain(int(text))
+        replica = self.fleet.drain(int(text))
         _log.info("draining replica %d", replica.number)
         task = asyncio.create_task(self._empty(replica), name=f"drain {replica.number}")
         self._tasks.add(task)
@@ -65,7 +72,7 @@ class FleetRoutes:
 
     async def _empty(self, replica: Replica) -> None:
         """Move the models of a draining replica to others, and end its process."""
-        while not self.fleet.end_if_idle(replica):
+        while replica.is_draining and not self.fleet.end_if_idle(replica):
             for model_id in self.fleet.models_on(replica):
                 model = self.server.models.get(model_id)
                 if model is not None:
