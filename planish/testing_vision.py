@@ -21,6 +21,8 @@ VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video
 """Control tokens of Qwen's models with images, with the ids after WORD_TOKENS. Only a tiny model with
 images has them.
 """
+GEMMA3_TOKENS = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
+"""Control tokens of Gemma 3 with images, with the ids after WORD_TOKENS."""
 
 
 def tiny_vision_model(
@@ -28,9 +30,11 @@ def tiny_vision_model(
 ) -> Path:
     """Write a random model with images, as a Hugging Face directory, and return its path.
 
-    `model_type`: "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5" or "qwen3_5_moe".
-    A token of an image has 16 x 16 pixels.
+    `model_type`: "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe" or
+    "gemma3". A token of an image has 16 x 16 pixels. Gemma 3 resizes each image to 3 x 3 tokens.
     """
+    if model_type == "gemma3":
+        return _tiny_gemma3(Path(path), seed, dtype)
     first = NUM_TOKENS
     start, end, image, video = range(first, first + len(VISION_TOKENS))
     mrope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
@@ -61,21 +65,56 @@ def tiny_vision_model(
         vision_end_token_id=end,
         tie_word_embeddings=False,
     )
-    config.dtype = dtype
-    model: Any = AutoModelForImageTextToText.from_config(config)
-    randomize(model, seed)
-    model.to(DTYPES[dtype])
-    Path(path).mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(path)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": 8,
         "temporal_patch_size": 2,
         "merge_size": 2,
         "size": {"shortest_edge": 16 * 16, "longest_edge": 256 * 16 * 16},
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
     }
-    (Path(path) / "preprocessor_config.json").write_text(json.dumps(processor))
+    return _save(Path(path), config, processor, VISION_TOKENS, seed, dtype)
+
+
+def _tiny_gemma3(path: Path, seed: int, dtype: str) -> Path:
+    first = NUM_TOKENS
+    sizes = TINY_SIZES | {"vocab_size": first + 6, "query_pre_attn_scalar": 16}
+    sizes |= {"layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": False}
+    defaults = AutoConfig.for_model("gemma3")
+    vision = {"num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8, "image_size": 48}
+    config = AutoConfig.for_model(
+        "gemma3",
+        text_config={k: v for k, v in sizes.items() if has_field(defaults.text_config, k)},
+        vision_config=vision | {"hidden_size": 32, "intermediate_size": 48},
+        mm_tokens_per_image=9,
+        boi_token_index=first,
+        eoi_token_index=first + 1,
+        image_token_index=first + 2,
+        tie_word_embeddings=False,
+    )
+    processor = {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": 48, "width": 48},
+        "image_seq_length": 9,
+    }
+    return _save(path, config, processor, GEMMA3_TOKENS, seed, dtype)
+
+
+def _save(
+    path: Path,
+    config: Any,
+    processor: dict[str, Any],
+    tokens: tuple[str, ...],
+    seed: int,
+    dtype: str,
+) -> Path:
+    """Write a random model of a config. `tokens`: the control tokens beside those of testing.py."""
+    config.dtype = dtype
+    model: Any = AutoModelForImageTextToText.from_config(config)
+    randomize(model, seed)
+    model.to(DTYPES[dtype])
+    path.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(path)
+    processor |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
     GenerationConfig(eos_token_id=EOS_TOKEN_ID, pad_token_id=256).save_pretrained(path)
-    return save_byte_tokenizer(path, VISION_TOKENS)
+    return save_byte_tokenizer(path, tokens)

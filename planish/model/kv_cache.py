@@ -26,6 +26,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heappop, heappush
 from math import inf
 from typing import Protocol
@@ -305,6 +306,18 @@ class PrefillSpan:
     row: int
     start: int
     count: int
+    blocks: tuple[tuple[int, int], ...] = ()
+    """Ranges of positions that also attend to one another: those of images (Gemma 3). The end of the
+    span is in no block.
+    """
+
+    @cached_property
+    def visible(self) -> np.ndarray:
+        """int64 [count]: the number of positions of the prompt that each row attends to."""
+        visible = np.arange(self.start + 1, self.start + self.count + 1)
+        for start, stop in self.blocks:
+            visible[max(0, start - self.start) : max(0, stop - self.start)] = stop
+        return visible
 
 
 class GappedKVPool(KVPool):

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -60,6 +61,27 @@ class MicroBatch:
     """Indices of the packed datums, in ascending order."""
     datum_rows: tuple[np.ndarray, ...]
     """For each of `datums`, an array with the row of each of its positions."""
+    blocks: tuple[tuple[int, int], ...] = ()
+    """Ranges of rows that also attend to one another: those of images (Gemma 3). The rows of a block
+    are consecutive positions of one segment.
+    """
+
+    @cached_property
+    def visible(self) -> np.ndarray:
+        """[T]: the number of positions of its sequence that each row attends to."""
+        visible = self.positions + 1
+        for start, stop in self.blocks:
+            visible[start:stop] = visible[stop - 1]
+        return visible
+
+    def with_blocks(self, blocks: Sequence[Sequence[tuple[int, int]]]) -> MicroBatch:
+        """Return a micro-batch with blocks. `blocks`: those of each of `datums`, as positions."""
+        row_ranges = {
+            (int(rows[start]), int(rows[stop - 1]) + 1)
+            for rows, of_datum in zip(self.datum_rows, blocks, strict=True)
+            for start, stop in of_datum
+        }
+        return replace(self, blocks=tuple(sorted(row_ranges)))
 
     def __len__(self) -> int:
         """Return the number of rows, T."""
@@ -100,7 +122,10 @@ def attention_mask(micro_batch: MicroBatch) -> np.ndarray:
     The mask takes quadratic memory, so only tests and the reference implementation use it.
     """
     row = np.arange(len(micro_batch))
-    return (row[None, :] <= row[:, None]) & (row[:, None] < micro_batch.subtree_end[None, :])
+    mask = (row[None, :] <= row[:, None]) & (row[:, None] < micro_batch.subtree_end[None, :])
+    for start, stop in micro_batch.blocks:
+        mask[start:stop, start:stop] = True
+    return mask
 
 
 def _common_prefix_length(a: np.ndarray, b: np.ndarray) -> int:

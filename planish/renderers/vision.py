@@ -1,4 +1,4 @@
-"""Renderers of models with images, with the marks of Qwen: <|vision_start|> image <|vision_end|>.
+"""Renderers of models with images, such as Qwen's: <|vision_start|> image <|vision_end|>.
 
 Every chat format works with text. So each image is first written as a random mark within the text
 of its message. The codec then replaces the mark by the tokens around an image and a negative id,
@@ -23,7 +23,7 @@ from planish.datasets.image_parts import image_chunk
 from planish.errors import UserError
 from planish.images import MAX_IMAGES, ImageChunk
 from planish.model.inspection.vision import may_read_images
-from planish.model.vision.processing import ImageProcessor, has_image_processor
+from planish.model.vision.processing import ImageProcessor, has_image_processor, image_processor
 from planish.renderers.chatml import ChatML
 from planish.renderers.codec import Codec, Control, Piece, counts_tokens
 from planish.renderers.messages import Capabilities
@@ -32,7 +32,28 @@ from planish.renderers.train_on import TrainOnWhat
 from planish.tokenizer import ModelTokenizer
 from planish.types import EncodedTextChunk, ModelInput, ModelInputChunk
 
-VISION_START, VISION_END = Control("<|vision_start|>"), Control("<|vision_end|>")
+
+@dataclass(frozen=True)
+class ImageMarks:
+    """What a chat format writes around each image."""
+
+    before: tuple[Piece, ...]
+    after: tuple[Piece, ...]
+    trims_text: bool = False
+    """Whether the chat template trims each text of a message with images."""
+
+    @property
+    def controls(self) -> tuple[str, ...]:
+        """The control tokens."""
+        return tuple(
+            piece.text for piece in (*self.before, *self.after) if isinstance(piece, Control)
+        )
+
+
+QWEN = ImageMarks((Control("<|vision_start|>"),), (Control("<|vision_end|>"),))
+GEMMA3 = ImageMarks(
+    ("\n\n", Control("<start_of_image>")), (Control("<end_of_image>"), "\n\n"), trims_text=True
+)
 
 
 @dataclass(frozen=True)
@@ -43,8 +64,7 @@ class QwenVL(ChatML):
     def capabilities(self) -> Capabilities:
         """What the format can express, and the tokens that it requires."""
         capabilities = super().capabilities
-        marks = (VISION_START.text, VISION_END.text)
-        return replace(capabilities, required=(*capabilities.required, *marks))
+        return replace(capabilities, required=(*capabilities.required, *QWEN.controls))
 
 
 @dataclass
@@ -74,8 +94,11 @@ class _Images:
 _current: ContextVar[_Images | None] = ContextVar("images", default=None)
 
 
+@dataclass
 class _VisionCodec(Codec):
     """A codec that writes the marks of images as negative ids."""
+
+    marks: ImageMarks = QWEN
 
     def encode(self, pieces: Iterable[Piece], after: int | None = None) -> list[int]:
         """Return the ids of `pieces`. The id of image i is -(i + 1)."""
@@ -91,9 +114,9 @@ class _VisionCodec(Codec):
                 if number is None:
                     before_image.append(part)
                     continue
-                before_image.append(VISION_START)
+                before_image += self.marks.before
                 ids += super().encode(before_image, ids[-1] if ids else after)
-                before_image = [VISION_END]
+                before_image = [*self.marks.after]
                 is_bound = counts_tokens()
                 ids += [0] * images.chunks[number].length if is_bound else [-number - 1]
         return ids + super().encode(before_image, ids[-1] if ids else after)
@@ -114,8 +137,8 @@ class VisionRenderer(Renderer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        codec = _VisionCodec(self.tokenizer)
-        codec.require((VISION_START.text, VISION_END.text), self.name)
+        codec = _VisionCodec(self.tokenizer, marks=_marks_of(self.tokenizer) or QWEN)
+        codec.require(codec.marks.controls, self.name)
         object.__setattr__(self, "codec", codec)
 
     def build_generation_prompt(
@@ -186,6 +209,10 @@ class VisionRenderer(Renderer):
         finally:
             _current.reset(token)
 
+    @property
+    def _trims_text(self) -> bool:
+        return isinstance(self.codec, _VisionCodec) and self.codec.marks.trims_text
+
     def _with_marks(self, messages: Messages, images: _Images) -> Messages:
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
             return messages  # The renderer rejects them.
@@ -199,9 +226,14 @@ class VisionRenderer(Renderer):
         if not isinstance(content, Sequence) or isinstance(content, str):
             return message
         parts: list[Any] = []
+        has_image = any(
+            isinstance(part, Mapping) and part.get("type") == "image" for part in content
+        )
         for number, part in enumerate(content):
             if not isinstance(part, Mapping) or part.get("type") != "image":
-                parts.append(part)
+                is_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
+                trims = is_text and has_image and self._trims_text
+                parts.append({**part, "text": part["text"].strip()} if trims else part)
                 continue
             place = f"{where}, content[{number}]"
             if message.get("role") == "assistant":
@@ -228,10 +260,15 @@ def image_processor_of(tokenizer: ModelTokenizer) -> ImageProcessor | None:
     model. A directory without config.json, such as a copy of the tokenizer, is of no known model.
     """
     directory = Path(str(getattr(tokenizer, "name_or_path", "")))
-    vocabulary = getattr(tokenizer, "added_tokens_encoder", {})
-    if VISION_START.text not in vocabulary or not has_image_processor(directory):
+    if _marks_of(tokenizer) is None or not has_image_processor(directory):
         return None
-    return ImageProcessor(directory) if may_read_images(directory) else None
+    return image_processor(directory) if may_read_images(directory) else None
+
+
+def _marks_of(tokenizer: ModelTokenizer) -> ImageMarks | None:
+    """Return the marks of images whose tokens a tokenizer has, or None."""
+    vocabulary = getattr(tokenizer, "added_tokens_encoder", {})
+    return next((m for m in (QWEN, GEMMA3) if vocabulary.keys() >= set(m.controls)), None)
 
 
 def _with_images(model_input: ModelInput, marked: Messages) -> ModelInput:

@@ -1,6 +1,7 @@
 """Images in training and sampling equal transformers and PEFT, and bad images are refused."""
 
 import io
+import json
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,6 +13,7 @@ from peft import get_peft_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from variants import slow_after
 
@@ -44,9 +46,9 @@ from planish.types import (
 )
 
 CPU = torch.device("cpu")
-MODEL_TYPES = ["qwen3_vl", "qwen3_5", "qwen2_5_vl", "qwen2_vl", "qwen3_vl_moe"]
+MODEL_TYPES = ["qwen3_vl", "gemma3", "qwen3_5", "qwen2_5_vl", "qwen2_vl", "qwen3_vl_moe"]
 START, END, IMAGE = 270, 271, 272
-VISION_MODULES = r".*\bvisual\..*"
+VISION_MODULES = r".*\b(visual|vision_tower|multi_modal_projector)\..*"
 TEXT_TOKENS = 256
 
 
@@ -106,8 +108,10 @@ class Reference:
     """transformers' model with PEFT's adapter, and its image processor."""
 
     def __init__(self, path, layout: LoraLayout, master: torch.Tensor) -> None:
-        self.processor = Qwen2VLImageProcessorPil.from_pretrained(path)
-        base = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+        base: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+        self.is_gemma3 = base.config.model_type == "gemma3"
+        processors = (Qwen2VLImageProcessorPil, Gemma3ImageProcessorPil)
+        self.processor = processors[self.is_gemma3].from_pretrained(path)
         fields = peft_config(layout, "")
         options = PeftConfig(
             r=layout.lora_config.rank,
@@ -138,12 +142,17 @@ class Reference:
                 tokens += chunk.tokens
                 continue
             images.append(Image.open(io.BytesIO(chunk.data)))
+            if self.is_gemma3:
+                tokens += [IMAGE] * 9
+                continue
             grid = self.processor(images=[images[-1]], return_tensors="pt")["image_grid_thw"]
             tokens += [IMAGE] * (int(grid.prod()) // 4)
         arguments = dict(self.processor(images=images, return_tensors="pt")) if images else {}
         ids = torch.tensor([tokens])
         if images:
-            arguments["mm_token_type_ids"] = (ids == IMAGE).int()
+            kinds = "token_type_ids" if self.is_gemma3 else "mm_token_type_ids"
+            arguments[kinds] = (ids == IMAGE).int()
+            arguments.pop("num_crops", None)
         return tokens, self.model(input_ids=ids, use_cache=False, **arguments).logits[0].float()
 
     def logprobs(self, model_input: ModelInput, targets: list[int]) -> torch.Tensor:
@@ -178,7 +187,7 @@ def sample(sampler: Sampler, adapter, model_input: ModelInput, **options) -> Sam
     return future.result()
 
 
-@pytest.mark.parametrize("model_type", slow_after(2, MODEL_TYPES))
+@pytest.mark.parametrize("model_type", slow_after(3, MODEL_TYPES))
 def test_logprobs_and_gradients_equal_peft(tmp_path, model_type):
     tiny_vision_model(tmp_path, model_type)
     decoder = load(tmp_path)
@@ -201,7 +210,7 @@ def test_logprobs_and_gradients_equal_peft(tmp_path, model_type):
         torch.testing.assert_close(found, expected, atol=1e-4 * largest, rtol=1e-3)
 
 
-@pytest.mark.parametrize("model_type", slow_after(1, MODEL_TYPES))
+@pytest.mark.parametrize("model_type", slow_after(2, MODEL_TYPES))
 def test_sampled_and_trained_logprobs_agree(tmp_path, model_type):
     tiny_vision_model(tmp_path, model_type)
     decoder = load(tmp_path)
@@ -292,6 +301,31 @@ def test_positions_equal_transformers(tmp_path, model_type):
         )
         np.testing.assert_array_equal(tokens.rope_positions, positions[:, 0].numpy())
         assert tokens.rope_offset == int(offset)
+
+
+def test_gemma3_reads_an_image_in_one_step(tmp_path):
+    tiny_vision_model(tmp_path, "gemma3")
+    decoder = load(tmp_path)
+    sampler = Sampler(decoder, SamplerSettings(max_prefill_tokens_per_step=8), str)
+    op = Sample("nobody", prompt(text(5, 1), image()), 1, SamplingParams(max_tokens=1))
+    with pytest.raises(UserError, match="an image has 9 tokens.*max_prefill_tokens_per_step"):
+        sampler.validate(op)
+    adjacent = ModelInput([text(3, 1), image(), image(64, 48, 1)])
+    with pytest.raises(UserError, match="image 1 of prompt .* follows image 0 without a token"):
+        read_input(adjacent, decoder.images)
+
+
+def test_a_processor_of_another_size_is_an_error(tmp_path):
+    path = tiny_vision_model(tmp_path, "gemma3") / "preprocessor_config.json"
+    fields = json.loads(path.read_text())
+    for change, problem in (
+        ({"size": {"height": 96, "width": 96}}, "96 x 96 pixels.*image_size in config.json is 48"),
+        ({"do_pan_and_scan": True}, "do_pan_and_scan is true"),
+    ):
+        path.write_text(json.dumps(fields | change))
+        decoder = load(tmp_path)
+        with pytest.raises(UserError, match=problem):
+            train(decoder, random_adapter(decoder), [datum(prompt(image()), 11)])
 
 
 def test_a_checkpoint_without_its_tower_reads_text_only(tmp_path):
@@ -396,7 +430,7 @@ def test_color_modes_equal_transformers(vision_decoder, mode):
     file = io.BytesIO()
     Image.open(io.BytesIO(png(40, 56))).convert(mode).save(file, "PNG")
     chunk = ImageChunk(file.getvalue(), "png")
-    ours, _ = vision_decoder.images.processor.patches(decode_image(chunk, ""))
+    ours = vision_decoder.images.processor.inputs(decode_image(chunk, ""))["pixel_values"]
     processor = Qwen2VLImageProcessorPil.from_pretrained(vision_decoder.images.processor.directory)
     theirs = processor(images=[Image.open(file)], return_tensors="pt")["pixel_values"]
     torch.testing.assert_close(ours, theirs)

@@ -98,6 +98,16 @@ def test_models_with_their_own_decoder_write_images(tmp_path, model_type):
     )
 
 
+def test_gemma3_writes_empty_lines_around_images(tmp_path):
+    """As its processor in transformers does. Its chat template trims the texts beside an image."""
+    tokenizer = load_tokenizer(tiny_vision_model(tmp_path, "gemma3"))
+    renderer = get_renderer("template", tokenizer)
+    prompt = renderer.build_generation_prompt([user("Is ", png(), " red?"), user("No image. ")])
+    marked = "Is\n\n<start_of_image>[9]<end_of_image>\n\nred?<|im_end|>"
+    assert marked in shown(prompt, tokenizer)
+    assert "No image. " in shown(prompt, tokenizer)
+
+
 def test_an_image_in_many_prompts_is_decoded_once(directory, monkeypatch):
     """The numbers of tokens of the most recent images are kept."""
     decoded = []

@@ -32,7 +32,8 @@ from planish.testing import tiny_model
 from planish.testing_vision import tiny_vision_model
 from planish.tokenizer import load_tokenizer
 
-VISION, QWEN3_5, TEXT, KEY = "tiny/vision", "tiny/qwen3_5", "tiny/text", "tml-first"
+VISION, TEXT, KEY = "tiny/vision", "tiny/text", "tml-first"
+QWEN3_5, GEMMA3 = "tiny/qwen3_5", "tiny/gemma3"
 
 
 def png(width: int = 64, height: int = 48, color: str = "red", mode: str = "RGB") -> bytes:
@@ -55,6 +56,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
     return {
         VISION: tiny_vision_model(tmp_path_factory.mktemp("vision")),
         QWEN3_5: tiny_vision_model(tmp_path_factory.mktemp("qwen3_5"), "qwen3_5"),
+        GEMMA3: tiny_vision_model(tmp_path_factory.mktemp("gemma3"), "gemma3"),
         TEXT: tiny_model(tmp_path_factory.mktemp("text")),
     }
 
@@ -87,7 +89,7 @@ def http(url) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.mark.parametrize("model", [VISION, QWEN3_5])
+@pytest.mark.parametrize("model", [VISION, QWEN3_5, GEMMA3])
 def test_the_openai_client_sends_an_image(client, models, model):
     options: Any = {"temperature": 0, "max_tokens": 5, "logprobs": True}
     messages = image_message(data_url(png()))

@@ -123,7 +123,10 @@ class CudaGraphRunner:
         self._prefill_adapters.fill(adapters)
         adapter_batch = self._prefill_adapters if adapters else self._no_adapters
         config = self._decoder.config
-        attention = GpuPrefill(plan.slots, self._pool_bases, config.num_heads, config.windows)
+        if any(span.blocks for span in plan.slots):
+            attention = self._decoder.backend.prefill_attention(plan.slots)
+        else:
+            attention = GpuPrefill(plan.slots, self._pool_bases, config.num_heads, config.windows)
         # Prompts with images have three positions for each row.
         positions_on_device = rows[1:] if len(positions) > 1 else rows[1]
         return StepOutput(

@@ -125,6 +125,10 @@ class PromptTensors:
     """The final hidden state [1, D] of the prompt's last token; None until the prompt is ready."""
     chunk_hidden: list[Tensor] = field(default_factory=lambda: [])
     """The final hidden states [chunk, D] of each complete chunk, until the prompt is ready."""
+    rest_hidden: Tensor | None = None
+    """The final hidden states of the computed positions after the last complete chunk, until the
+    prompt is ready. None before the first step.
+    """
     state: RecurrentState | None = None
     """The recurrent state after the last computed position. It is never changed in place. None if
     the model has no recurrent state.

@@ -147,6 +147,13 @@ class Sampler:
         """
         config, model_input = self._decoder.config, read_input(op.prompt, self._decoder.images)
         check_sample(op, model_input, config)
+        longest = max((stop - start for start, stop in model_input.blocks), default=0)
+        if longest > self.settings.max_prefill_tokens_per_step:
+            raise UserError(
+                f"an image has {longest} tokens, and this model reads all of them in one step, of "
+                f"at most {self.settings.max_prefill_tokens_per_step} tokens; leave the image out, "
+                "or raise max_prefill_tokens_per_step"
+            )
         prompt_length = len(model_input.tokens)
         max_tokens = max_tokens_of(op, prompt_length, config)
         constraint = op.sampling_params.constraint

@@ -158,7 +158,8 @@ class Scheduler:
     def prefill_batch(self) -> list[tuple[Prompt, int]]:
         """Return the prompts to prefill in this step, each with its number of tokens.
 
-        The numbers are multiples of `chunk_size`, except at the end of a prompt. The batch has at
+        The numbers are multiples of `chunk_size`, except at the end of a prompt and around an image
+        whose tokens attend to one another (see `InputTokens.blocks`). The batch has at
         most `max_batch` adapters. Alternative tokens have a separate limit
         (`_MAX_ALT_TOKENS_PER_STEP`), so a prompt with many alternative tokens does not delay other
         prompts.
@@ -178,6 +179,7 @@ class Scheduler:
                 count = min(count, max(alt_tokens_left // prompt.num_alt_tokens, min_tokens))
             if count < remaining:
                 count -= count % self.chunk_size
+                count = _with_whole_blocks(prompt, count, tokens_left)
             if count > 0:
                 batch.append((prompt, count))
                 adapters.add(prompt.weights)
@@ -348,6 +350,24 @@ class Scheduler:
             p.length >= shared_length and p.tokens[:shared_length] == request.tokens[:shared_length]
             for p in in_prefill
         )
+
+
+def _with_whole_blocks(prompt: Prompt, count: int, max_count: int) -> int:
+    """Return a number of next tokens of a prompt that does not divide an image's block.
+
+    It is at most `count` if there are tokens before the block. Otherwise it includes the whole
+    block, or is 0 if the block has more than `max_count` tokens.
+    """
+    start = prompt.num_computed_tokens
+    for block_start, block_stop in prompt.input.blocks:
+        if block_start < start + count < block_stop or block_start <= start < block_stop:
+            whole = block_stop - start
+            if count >= whole:
+                continue
+            if block_start > start:
+                return block_start - start
+            return whole if whole <= max_count else 0
+    return count
 
 
 def _arrival(sample: RunningSample) -> tuple[int, int]:

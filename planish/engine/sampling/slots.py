@@ -85,7 +85,10 @@ class Slots:
     def prefill_span(self, prompt: Prompt, row: int, count: int) -> PrefillSpan:
         """Return where the next `count` positions of a prompt are stored; the first is at `row`."""
         pool = self.prompt_pools.pool_for(prompt.capacity)
-        return PrefillSpan(pool, prompt.slot, row, prompt.num_computed_tokens, count)
+        start = prompt.num_computed_tokens
+        stop = start + count
+        blocks = tuple(b for b in prompt.input.blocks if b[1] > start and b[0] < stop)
+        return PrefillSpan(pool, prompt.slot, row, start, count, blocks)
 
     def free_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Free the slots of these prompts."""

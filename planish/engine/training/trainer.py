@@ -346,9 +346,12 @@ class Trainer:
         return PartialResult(len(micro_batches), results, tree.nodes)
 
     def _pack(self, batch: TrainingBatch) -> list[MicroBatch]:
-        return pack(
-            [example.tokens for example in batch.examples], self.settings.micro_batch_tokens
-        )
+        examples = batch.examples
+        packed = pack([example.tokens for example in examples], self.settings.micro_batch_tokens)
+        return [
+            micro_batch.with_blocks([examples[i].input.blocks for i in micro_batch.datums])
+            for micro_batch in packed
+        ]
 
     def _run_micro_batch(
         self, call: _TrainerCall, micro_batch: MicroBatch

@@ -32,7 +32,7 @@ from planish.model.kernels.backend import Backend
 from planish.model.kernels.interface import AdapterBatch, Attend
 from planish.model.lora import LoraWeights
 from planish.model.vision.image_tokens import ImageRegistry
-from planish.model.vision.processing import ImageProcessor
+from planish.model.vision.processing import image_processor
 from planish.model.vision.tower import VisionTower
 from planish.model.weights import weight_files
 
@@ -67,8 +67,8 @@ class TransformersDecoder:
         self.vision: VisionTower | None = None
         vision = self._modules.vision
         if vision is not None:
-            processor = ImageProcessor(directory, vision)
-            self.images = ImageRegistry(processor, self.config.vocab_size, vision.image_token)
+            processor = image_processor(directory, vision)
+            self.images = ImageRegistry(processor, self.config.vocab_size, vision)
             self.vision = VisionTower(model.get_submodule(self._modules.base_name), self.images)
 
     @property

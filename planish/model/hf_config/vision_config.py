@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 from planish.errors import UnsupportedError
@@ -27,11 +28,15 @@ class VisionConfig:
     """The numbers of RoPE frequencies that rotate by time, height and width (mRoPE). Empty: an
     image's tokens have consecutive positions, as text has.
     """
+    image_size: int | None = None
+    """The width and height to which every image is resized (Gemma 3). None: the number of an image's
+    tokens depends on its size.
+    """
     num_weights: int = 0
     """An estimate of the number of the tower's weights; 0 if `HFModules.weight_shapes` has them."""
 
 
-TYPES_WITH_OWN_DECODER = ("qwen3_5", "qwen3_5_moe")
+TYPES_WITH_OWN_DECODER = ("qwen3_5", "qwen3_5_moe", "gemma3")
 """The model types with images whose text model has its own decoder (model/decoder.py)."""
 _QWEN3_5 = {
     "depth": 27,
@@ -41,6 +46,13 @@ _QWEN3_5 = {
     "patch_size": 16,
     "temporal_patch_size": 2,
     "spatial_merge_size": 2,
+}
+_SIGLIP = {
+    "num_hidden_layers": 12,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "patch_size": 16,
+    "image_size": 224,
 }
 _QWEN3_5_TOKENS = {"image_token_id": 248056}
 
@@ -54,6 +66,8 @@ def read_vision_config(fields: Mapping[str, Any]) -> VisionConfig | None:
     vision = fields.get("vision_config")
     if fields.get("model_type") not in TYPES_WITH_OWN_DECODER or not isinstance(vision, dict):
         return None
+    if fields["model_type"] == "gemma3":
+        return _gemma3(fields, vision)
     vision = _QWEN3_5 | vision
     width, inner = positive_int(vision, "hidden_size"), positive_int(vision, "intermediate_size")
     merged = width * positive_int(vision, "spatial_merge_size") ** 2
@@ -71,4 +85,29 @@ def read_vision_config(fields: Mapping[str, Any]) -> VisionConfig | None:
         mrope_section=section,
         num_weights=positive_int(vision, "depth") * (4 * width**2 + 2 * width * inner)
         + merged * (merged + positive_int(vision, "out_hidden_size")),
+    )
+
+
+def _gemma3(fields: Mapping[str, Any], vision: Mapping[str, Any]) -> VisionConfig:
+    vision = {**_SIGLIP, **vision}
+    # Published configs call this field image_token_index.
+    token = fields.get("image_token_id", fields.get("image_token_index", 262144))
+    num_tokens = positive_int({"mm_tokens_per_image": 256, **fields}, "mm_tokens_per_image")
+    patch_size, image_size = (positive_int(vision, f"{part}_size") for part in ("patch", "image"))
+    side = isqrt(num_tokens)
+    merge_size = image_size // patch_size // side
+    if side**2 != num_tokens or merge_size * side * patch_size != image_size:
+        raise UnsupportedError(
+            f"mm_tokens_per_image is {num_tokens}; planish supports only square numbers that divide "
+            f"an image of {image_size} pixels in patches of {patch_size}"
+        )
+    width, inner = positive_int(vision, "hidden_size"), positive_int(vision, "intermediate_size")
+    return VisionConfig(
+        image_token=positive_int({"image_token_id": token}, "image_token_id"),
+        patch_size=patch_size,
+        temporal_patch_size=1,
+        merge_size=merge_size,
+        hidden_size=width,
+        image_size=image_size,
+        num_weights=positive_int(vision, "num_hidden_layers") * (4 * width**2 + 2 * width * inner),
     )

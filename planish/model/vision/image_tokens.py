@@ -11,15 +11,17 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
+from itertools import pairwise
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from planish.errors import UnsupportedError, UserError
 from planish.images import ImageChunk
+from planish.model.hf_config.vision_config import VisionConfig
 from planish.model.vision.decoding import decode_image
 from planish.model.vision.processing import ImageProcessor
 from planish.types import ModelInput
@@ -57,6 +59,8 @@ class InputTokens:
     """The images, which must not be freed while the tokens are in use."""
     rope_positions: np.ndarray | None = None
     """The RoPE positions, int64 [3, N]: time, height and width. None without images."""
+    blocks: tuple[tuple[int, int], ...] = ()
+    """The ranges of positions of images whose tokens also attend to later ones of the same image."""
 
     @cached_property
     def rope_offset(self) -> int:
@@ -71,7 +75,7 @@ class InputTokens:
         if positions is not None:
             added = len(self.tokens) + self.rope_offset + np.arange(len(tokens))
             positions = np.concatenate([positions, np.tile(added, (3, 1))], 1)
-        return InputTokens([*self.tokens, *tokens], self.images, positions)
+        return replace(self, tokens=[*self.tokens, *tokens], rope_positions=positions)
 
 
 class ImageRegistry:
@@ -81,9 +85,10 @@ class ImageRegistry:
     kept after that too.
     """
 
-    def __init__(self, processor: ImageProcessor, vocab_size: int, image_token: int) -> None:
-        """`image_token`: the token of the vocabulary that stands for a part of an image."""
-        self.processor, self.vocab_size, self.image_token = processor, vocab_size, image_token
+    def __init__(self, processor: ImageProcessor, vocab_size: int, vision: VisionConfig) -> None:
+        """Create a registry without images. `vision`: the model's vision tower."""
+        self.processor, self.vocab_size, self.vision = processor, vocab_size, vision
+        self.image_token = vision.image_token
         self._lock = threading.Lock()
         self._next_number = 0
         self._by_content: WeakValueDictionary[tuple[str, bytes], Image] = WeakValueDictionary()
@@ -170,7 +175,35 @@ def read_input(
                     f"vocabulary; give token ids from 0 to {registry.vocab_size - 1}"
                 )
             tokens += chunk.tokens
+    if not registry.vision.mrope_section:
+        positions = np.tile(np.arange(len(tokens)), (3, 1))
+        return InputTokens(tokens, tuple(images), positions, _blocks(tokens, images, name))
     return InputTokens(tokens, tuple(images), rope_positions(tokens, images))
+
+
+def _blocks(
+    tokens: Sequence[int], images: Sequence[Image], name: str
+) -> tuple[tuple[int, int], ...]:
+    """Return the range of positions of each image. Raise UserError if an image follows another one
+    without text between them, because the model would read them as one.
+    """
+    starts = image_starts(tokens, images)
+    blocks = [
+        (start, start + image.num_tokens) for start, image in zip(starts, images, strict=True)
+    ]
+    for number, (block, following) in enumerate(pairwise(blocks)):
+        if block[1] == following[0]:
+            raise UserError(
+                f"image {number + 1} of {name} (from 0) follows image {number} without a token of text; "
+                "give the model's tokens around each image as text"
+            )
+    return tuple(blocks)
+
+
+def image_starts(tokens: Sequence[int], images: Sequence[Image]) -> list[int]:
+    """Return the position of the first token of each image."""
+    first_tokens = [image.first_token for image in images]
+    return np.flatnonzero(np.isin(np.array(tokens), first_tokens)).tolist()
 
 
 def rope_positions(tokens: Sequence[int], images: Sequence[Image]) -> np.ndarray:
@@ -181,9 +214,8 @@ def rope_positions(tokens: Sequence[int], images: Sequence[Image]) -> np.ndarray
     largest position in the image.
     """
     positions = np.empty((3, len(tokens)), np.int64)
-    starts = np.flatnonzero(np.isin(np.array(tokens), [image.first_token for image in images]))
     done = next_position = 0
-    for start, image in zip(starts.tolist(), images, strict=True):
+    for start, image in zip(image_starts(tokens, images), images, strict=True):
         rows, columns = image.grid
         positions[:, done:start] = next_position + np.arange(start - done)
         next_position += start - done

@@ -13,7 +13,7 @@ from planish.errors import DamagedFileError
 from planish.model.config import ModelConfig
 from planish.model.inspection.probing import quiet
 from planish.model.vision.image_tokens import ImageRegistry
-from planish.model.vision.processing import ImageProcessor
+from planish.model.vision.processing import image_processor
 from planish.model.vision.tower import VisionTower
 from planish.model.weights import VISION_PARTS, weight_files
 
@@ -48,8 +48,9 @@ def load_tower(
 def registry_of(directory: Path, config: ModelConfig) -> ImageRegistry:
     """Return the images of the model in `directory`, whose `config` has a vision tower."""
     assert config.vision is not None
-    processor = ImageProcessor(directory, config.vision)
-    return ImageRegistry(processor, config.vocab_size, config.vision.image_token)
+    return ImageRegistry(
+        image_processor(directory, config.vision), config.vocab_size, config.vision
+    )
 
 
 def _vision_weights(directory: Path) -> dict[str, torch.Tensor]:

@@ -6,11 +6,13 @@ import threading
 from collections import OrderedDict
 from functools import cached_property
 from hashlib import sha256
+from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planish.errors import DamagedFileError, UnsupportedError, UserError
 from planish.images import ImageChunk
+from planish.model.hf_config.json_fields import read_json
 from planish.model.hf_config.vision_config import VisionConfig
 from planish.model.vision.decoding import decode_image
 
@@ -29,7 +31,9 @@ def has_image_processor(directory: Path) -> bool:
 
 
 class ImageProcessor:
-    """The image processor of Qwen's models, as in transformers, with Pillow."""
+    """The image processor of a model, as in transformers, with Pillow. This class is that of Qwen's
+    models.
+    """
 
     def __init__(self, directory: Path, vision: VisionConfig | None = None) -> None:
         """Create a processor. `directory` is read when the first image comes.
@@ -81,13 +85,17 @@ class ImageProcessor:
             raise UserError(f"{name} has {size[0]} x {size[1]} pixels: {error}") from error
         return height // unit, width // unit
 
-    def patches(self, image: Any) -> tuple[Tensor, Tensor]:
-        """Return the patches of an image, float32 [patches, numbers], and their grid, int64 [1, 3].
+    def inputs(self, image: Any) -> dict[str, Tensor]:
+        """Return the arguments of the tower for an image: its patches, float32 [patches, numbers],
+        and their grid, int64 [1, 3], with the numbers of times, rows and columns.
 
-        `image`: a PIL.Image.Image in RGB. The grid has the numbers of times, rows and columns.
+        `image`: a PIL.Image.Image in RGB.
         """
         features = self._processor(images=[image], return_tensors="pt")
-        return features["pixel_values"], features["image_grid_thw"].long()
+        return {
+            "pixel_values": features["pixel_values"],
+            "image_grid_thw": features["image_grid_thw"].long(),
+        }
 
     @cached_property
     def _processor(self) -> Any:
@@ -95,29 +103,35 @@ class ImageProcessor:
 
         Raises DamagedFileError if its file is missing or does not fit the model.
         """
-        try:
-            from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
-                Qwen2VLImageProcessorPil,
-            )
-        except ImportError as error:
-            raise UnsupportedError(
-                f"images need Pillow and a newer transformers ({error}); install "
-                "planish[images] and transformers 5.23"
-            ) from error
         path = self.directory / PROCESSOR_FILES[0]
         if not has_image_processor(self.directory):
             raise DamagedFileError(
                 f"{path} is missing, and images cannot be read without it; download the model again"
             )
         try:
-            processor: Any = Qwen2VLImageProcessorPil.from_pretrained(
-                self.directory, local_files_only=True
-            )
+            processor = self._class.from_pretrained(self.directory, local_files_only=True)
+        except ImportError as error:
+            raise UnsupportedError(
+                f"images need Pillow and a newer transformers ({error}); install "
+                "planish[images] and transformers 5.23"
+            ) from error
         except Exception as error:  # The loader raises many kinds of errors.
             raise DamagedFileError(f"{path} is no image processor of Qwen ({error})") from error
-        vision = self._vision
-        if vision is None:
-            return processor
+        if self._vision is not None:
+            self._check(processor, self._vision, path)
+        return processor
+
+    @property
+    def _class(self) -> Any:
+        """transformers' class of the image processor."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+            Qwen2VLImageProcessorPil,
+        )
+
+        return Qwen2VLImageProcessorPil
+
+    def _check(self, processor: Any, vision: VisionConfig, path: Path) -> None:
+        """Raise DamagedFileError if the processor's options do not fit the tower."""
         found = (processor.patch_size, processor.temporal_patch_size, processor.merge_size)
         expected = (vision.patch_size, vision.temporal_patch_size, vision.merge_size)
         if found != expected:
@@ -125,4 +139,62 @@ class ImageProcessor:
                 f"{path} has patch_size, temporal_patch_size and merge_size {found}, and "
                 f"config.json has {expected}; download both files of one model"
             )
-        return processor
+
+
+class Gemma3ImageProcessor(ImageProcessor):
+    """The image processor of Gemma 3, which resizes every image to one square size."""
+
+    def grid(self, size: tuple[int, int], name: str) -> tuple[int, int]:
+        """Return the numbers of rows and columns of an image's tokens, which are always the same."""
+        vision = self._vision
+        if vision is not None and vision.image_size is not None:
+            side = vision.image_size // (vision.patch_size * vision.merge_size)
+        else:
+            side = isqrt(_option_of(self.directory, "image_seq_length") or 256)
+        return side, side
+
+    def inputs(self, image: Any) -> dict[str, Tensor]:
+        """Return the argument of the tower for an image: its pixels, float32 [1, 3, size, size]."""
+        return {
+            "pixel_values": self._processor(images=[image], return_tensors="pt")["pixel_values"]
+        }
+
+    @property
+    def _class(self) -> Any:
+        """transformers' class of the image processor."""
+        from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+        return Gemma3ImageProcessorPil
+
+    def _check(self, processor: Any, vision: VisionConfig, path: Path) -> None:
+        """Raise an error if the processor's options do not fit the tower."""
+        if processor.do_pan_and_scan:
+            raise UnsupportedError(
+                f"do_pan_and_scan is true in {path}; planish reads each image as one, so set it to "
+                "false"
+            )
+        size = (processor.size["width"], processor.size["height"])
+        if size != (vision.image_size, vision.image_size):
+            raise DamagedFileError(
+                f"{path} resizes images to {size[0]} x {size[1]} pixels, and image_size in "
+                f"config.json is {vision.image_size}; download both files of one model"
+            )
+
+
+def image_processor(directory: Path, vision: VisionConfig | None = None) -> ImageProcessor:
+    """Return the image processor in a directory. `vision`: the vision tower, if it is known."""
+    if vision is None:
+        is_gemma3 = str(_option_of(directory, "image_processor_type")).startswith("Gemma3")
+    else:
+        is_gemma3 = vision.image_size is not None
+    return (Gemma3ImageProcessor if is_gemma3 else ImageProcessor)(directory, vision)
+
+
+def _option_of(directory: Path, option: str) -> Any:
+    """Return an option of the image processor in a directory, or None."""
+    for name in PROCESSOR_FILES:
+        fields = read_json(directory / name) if (directory / name).is_file() else {}
+        for part in (fields, fields.get("image_processor")):
+            if isinstance(part, dict) and option in part:
+                return part[option]
+    return None

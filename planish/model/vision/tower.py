@@ -126,10 +126,10 @@ class VisionTower:
         return features
 
     def _compute(self, image: Image) -> Tensor:
-        patches, grid = self._registry.processor.patches(decode_image(image.chunk, "the image"))
+        inputs = self._registry.processor.inputs(decode_image(image.chunk, "the image"))
         device = next(self._model.parameters()).device
         output = self._model.get_image_features(
-            patches.to(device), grid.to(device), return_dict=True
+            **{name: tensor.to(device) for name, tensor in inputs.items()}, return_dict=True
         )
         self.num_runs += 1
         deepstack = getattr(output, "deepstack_features", None) or ()

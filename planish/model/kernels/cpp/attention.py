@@ -58,7 +58,9 @@ class CppTreeAttention:
         for segment in micro_batch.segments:
             for start in range(segment.start, segment.end, ATTENDED_ROWS):
                 stop = min(start + ATTENDED_ROWS, segment.end)
-                spans = [*segment.ancestors, (segment.start, stop)]
+                last = stop - 1
+                num_later = micro_batch.visible[last] - micro_batch.positions[last] - 1
+                spans = [*segment.ancestors, (segment.start, stop + num_later)]
                 blocks.append((start, stop - start, len(ranges), len(spans)))
                 ranges += spans
         self._spans = np.array(ranges, np.int64)
@@ -66,8 +68,9 @@ class CppTreeAttention:
             blocks=np.array(blocks, ops.Block),
             ranges=np.zeros((1, len(ranges)), ops.Range),
             rows=np.arange(len(micro_batch)),
-            visible=micro_batch.positions + 1,
+            visible=micro_batch.visible,
             windows=windows,
+            window_ends=micro_batch.positions + 1 if micro_batch.blocks else None,
         )
         self._sums: Tensor | None = None
 
@@ -151,20 +154,22 @@ class CppPrefillAttention:
     def __init__(self, spans: Sequence[PrefillSpan], windows: Sequence[int | None] = ()) -> None:
         """`windows`: the attention window of each layer (see `ModelConfig.windows`)."""
         self._spans = spans
-        blocks, owners, rows, visible = [], [], [], []
+        blocks, owners, rows = [], [], []
         for span in spans:
             for first in range(0, span.count, ATTENDED_ROWS):
                 count = min(ATTENDED_ROWS, span.count - first)
                 blocks.append((len(rows), count, len(owners), 1))
-                owners.append((span.pool, span.slot, span.start + first + count))
+                owners.append((span.pool, span.slot, int(span.visible[first + count - 1])))
                 rows += range(span.row + first, span.row + first + count)
-                visible += range(span.start + first + 1, span.start + first + count + 1)
+        positions = [np.arange(span.start, span.start + span.count) for span in spans]
+        has_blocks = any(span.blocks for span in spans)
         self._plan = AttentionPlan(
             blocks=np.array(blocks, ops.Block),
             ranges=_ranges(owners),
             rows=np.array(rows, np.int64),
-            visible=np.array(visible, np.int64),
+            visible=_joined([span.visible for span in spans]),
             windows=windows,
+            window_ends=_joined(positions) + 1 if has_blocks else None,
         )
 
     def __call__(
@@ -259,6 +264,11 @@ class CppAttention:
     ) -> Attend:
         """Return the attention of a decoding step with new rows for each sample."""
         return CppDecodeAttention(first_rows, prompt_pools, sample_pools, self._windows, row_counts)
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return arrays of int64 one after another."""
+    return np.concatenate([np.zeros(0, np.int64), *arrays])
 
 
 def _ranges(owners: Sequence[tuple[KVPool, int, int]]) -> np.ndarray:

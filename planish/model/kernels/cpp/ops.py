@@ -98,6 +98,7 @@ class Attention(ctypes.Structure):
         ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("blocks", "ranges", "rows", "visible", "own")),
         ("sinks", ctypes.c_void_p),
+        ("window_ends", ctypes.c_void_p),
     )
 
 
@@ -125,6 +126,10 @@ class AttentionPlan:
 
     In a layer with a window of W positions, a row attends only to the last W of its keys.
     """
+    window_ends: np.ndarray | None = None
+    """int64 [N]: the position after which each entry's window ends, if this is not the end of its
+    keys. Not with `own`.
+    """
 
     def arguments(
         self, heads: tuple[int, int], e: int, layer: int, sinks: Tensor | None = None
@@ -150,6 +155,7 @@ class AttentionPlan:
             visible,
             own,
             None if sinks is None else sinks.data_ptr(),
+            None if self.window_ends is None else self.window_ends.ctypes.data,
         )
 
     def own_ranges(self, layer: int) -> int | None:

@@ -95,13 +95,25 @@ class Window:
         return self.keys[None, keys] <= self.queries[rows, None] - self.size
 
 
+@dataclass(frozen=True)
+class LaterKeys:
+    """The mask of a piece in which each query attends only to keys after its own position."""
+
+    numbers: Tensor
+    """int64 [n]: the numbers of the rows."""
+
+    def hides(self, rows: slice, keys: slice) -> Tensor:
+        """Return whether each of these keys is hidden from each query: bool [n, m]."""
+        return self.numbers[None, keys] <= self.numbers[rows, None]
+
+
 PieceBackward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """A function that computes the backward pass of a batch of pieces:
 (grad, q, k, v, out, lse, causal, window) -> gradients of q, k and v.
 
 Shapes: q, grad and out [B, Hq, n, E]; k and v [B, Hkv, m, E]; lse [B, Hq, n]. `out` and `lse` are
 the final output and log-sum-exp of the rows, over all their pieces. `causal`: query i attends only
-to the keys 0 .. i, and n equals m. `window`: the window of the layer, or None.
+to the keys 0 .. i, and n equals m. `window`: the keys that are hidden from each query, or None.
 """
 
 
@@ -147,8 +159,12 @@ def _paths(micro_batch: MicroBatch, device: torch.device) -> list[_Path]:
             [np.arange(*span) for span in (*segment.ancestors, (segment.start, segment.end))]
         )
         first = len(before) - (segment.end - segment.start)
-        starts = range(first, len(before), _QUERY_BLOCK)
-        blocks += [(before[: start + _QUERY_BLOCK], start) for start in starts]
+        start = first
+        while start < len(before):
+            # A block of rows ends with the last key that one of its rows attends to.
+            stop = int(micro_batch.visible[before[min(start + _QUERY_BLOCK, len(before)) - 1]])
+            blocks.append((before[:stop], start))
+            start = stop
     blocks.sort(key=lambda block: (len(block[0]), len(block[0]) - block[1]))
     batches: list[list[tuple[np.ndarray, int]]] = []
     for keys, start in blocks:
@@ -156,7 +172,7 @@ def _paths(micro_batch: MicroBatch, device: torch.device) -> list[_Path]:
             batches[-1].append((keys, start))
         else:
             batches.append([(keys, start)])
-    return [_path(batch, device) for batch in batches]
+    return [_path(batch, micro_batch.visible, device) for batch in batches]
 
 
 def _fits(batch: list[tuple[np.ndarray, int]], keys: np.ndarray, start: int) -> bool:
@@ -166,7 +182,7 @@ def _fits(batch: list[tuple[np.ndarray, int]], keys: np.ndarray, start: int) -> 
     return alike and len(batch[0][0]) >= 0.75 * len(keys) and len(rows) * max(rows) <= _BATCH_ROWS
 
 
-def _path(batch: list[tuple[np.ndarray, int]], device: torch.device) -> _Path:
+def _path(batch: list[tuple[np.ndarray, int]], visible: np.ndarray, device: torch.device) -> _Path:
     n = max(len(keys) - start for keys, start in batch)
     width = round_up_to_spans(max(len(keys) for keys, _ in batch))
     places = [np.minimum(start + np.arange(n), len(keys) - 1) for keys, start in batch]
@@ -174,7 +190,8 @@ def _path(batch: list[tuple[np.ndarray, int]], device: torch.device) -> _Path:
     rows = [keys[place] for (keys, _), place in zip(batch, places, strict=True)]
     padded = [np.pad(keys, (0, width - len(keys)), mode="edge") for keys, _ in batch]
     stacked = (
-        torch.from_numpy(np.stack(arrays)).to(device) for arrays in (rows, real, places, padded)
+        torch.from_numpy(np.stack(arrays)).to(device)
+        for arrays in (rows, real, places, padded, [visible[of_block] for of_block in rows])
     )
     return _Path(*stacked)
 
@@ -205,6 +222,7 @@ class TorchTreeAttention:
             rectangles(micro_batch),
             torch.from_numpy(micro_batch.positions).to(device),
             piece_backward or fastest,
+            micro_batch.blocks,
         )
         self._windows, self._cap = windows, cap
 
@@ -264,6 +282,8 @@ class _Path:
     """[B, n]: positions of the queries in their sequence."""
     keys: Tensor
     """[B, L]: rows of the keys, from position 0 of the sequence."""
+    visible: Tensor
+    """[B, n]: the number of keys that each query attends to."""
 
 
 @dataclass(frozen=True)
@@ -277,6 +297,8 @@ class _Plan:
     positions: Tensor
     """int64 [T]: position of each row in its sequences."""
     piece_backward: PieceBackward
+    blocks: tuple[tuple[int, int], ...]
+    """The ranges of rows that attend to one another (see `MicroBatch.blocks`)."""
 
 
 class _TreeAttention(torch.autograd.Function):
@@ -328,6 +350,13 @@ class _TreeAttention(torch.autograd.Function):
             parts = plan.piece_backward(*tensors, lse[rows].transpose(0, 1)[None], False, window)
             for total, part, where in zip(grads, parts, (rows, keys, keys), strict=True):
                 total[where] += part[0].transpose(0, 1)
+        for start, stop in plan.blocks:
+            rows = slice(start, stop)
+            tensors = (_heads(x) for x in (grad[rows], q[rows], k[rows], v[rows], out[rows]))
+            later = LaterKeys(torch.arange(stop - start, device=q.device))
+            parts = plan.piece_backward(*tensors, lse[rows].transpose(0, 1)[None], False, later)
+            for total, part in zip(grads, parts, strict=True):
+                total[rows] += part[0].transpose(0, 1)
         # The softmax's gradient of the scores is a function of `out` and `lse`, which contain the
         # sinks. The sinks themselves are frozen.
         grads = [grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)]
@@ -359,10 +388,10 @@ def _attend_path(
     # [B, Hkv, group * n, E]: all query heads of a key head are rows of the same matmul.
     queries = q[path.rows].unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     keys, values = (x[path.keys].transpose(1, 2) for x in (k, v))
-    visible = (path.positions + 1).repeat(1, group).unsqueeze(1)
+    visible, ends = (x.repeat(1, group).unsqueeze(1) for x in (path.visible, path.positions + 1))
     if sinks is not None:
         sinks = sinks.view(-1, group).repeat_interleave(n, 1)
-    out, lse = ordered_attention.attend(queries, keys, values, visible, window, sinks, cap)
+    out, lse = ordered_attention.attend(queries, keys, values, visible, window, sinks, cap, ends)
     return (
         out.unflatten(2, (group, n)).permute(0, 3, 1, 2, 4).reshape(batch, n, q.shape[1], -1),
         lse.unflatten(2, (group, n)).permute(0, 3, 1, 2).reshape(batch, n, -1),
@@ -377,7 +406,7 @@ def fused_cpu_backward(
     out: Tensor,
     lse: Tensor,
     causal: bool,
-    window: Window | None = None,
+    window: Window | LaterKeys | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v in float32 or wider (see `PieceBackward`).
 
@@ -404,7 +433,7 @@ def block_backward(
     out: Tensor,
     lse: Tensor,
     causal: bool,
-    window: Window | None = None,
+    window: Window | LaterKeys | None = None,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v (see `PieceBackward`), computed on any device.

@@ -110,17 +110,20 @@ def attend(
     window: int | None = None,
     sinks: Tensor | None = None,
     cap: float | None = None,
+    window_ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output [G, H, M, E] and the log-sum-exp [G, H, M] of the rows `q`.
 
-    Each row attends to the first `visible` [G, 1, M] keys, or to the last `window` of these. The
+    Each row attends to the first `visible` [G, 1, M] keys, or to the last `window` of these. With
+    `window_ends` [G, 1, M], it attends to the keys from window_ends - window on. The
     keys start at position 0, and their number must be a multiple of SPAN. `sinks`: the sink of each
     row, [H, M], or None (see `Attend`). `cap`: as in `attention_scores`. The log-sum-exp contains the sink.
     """
     rows = q.shape[2]
     missing = max(0, QUERY_ROWS - rows)
-    visible = F.pad(visible, (0, missing), value=1)
-    first = None if window is None else visible - window
+    ends = visible if window_ends is None else window_ends
+    visible, ends = (F.pad(x, (0, missing), value=1) for x in (visible, ends))
+    first = None if window is None else ends - window
     scores = attention_scores(F.pad(q, (0, 0, 0, missing)), keys, visible, first, cap)
     maxima = row_max(scores)
     if sinks is not None:

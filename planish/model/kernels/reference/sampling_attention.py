@@ -31,6 +31,7 @@ from planish.model.kv_cache import (
     SlotOwner,
 )
 from planish.model.positions import SPAN, round_up_to_spans
+from planish.model.transfer import on_device
 
 ATTENDED_ROWS = 16
 """The maximum number of query rows that one thread of the C++ kernels processes at a time.
@@ -93,10 +94,12 @@ class PrefillAttention:
         keys[:, span.start : span.start + span.count] = k.transpose(0, 1)
         values[:, span.start : span.start + span.count] = v.transpose(0, 1)
         heads, group = k.shape[1], q.shape[1] // k.shape[1]
+        visible = on_device(span.visible.tolist(), torch.int64, q.device)
         for first in range(0, span.count, _QUERY_BLOCK):
             part = q[first : first + _QUERY_BLOCK]
-            seen = span.start + first + torch.arange(1, len(part) + 1, device=q.device)
-            width = round_up_to_spans(span.start + first + len(part))
+            ends = span.start + first + torch.arange(1, len(part) + 1, device=q.device)
+            seen = visible[first : first + len(part)]
+            width = round_up_to_spans(int(span.visible[first + len(part) - 1]))
             queries = part.unflatten(1, (heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
             attended, _ = attend(
                 queries[None],
@@ -106,6 +109,7 @@ class PrefillAttention:
                 self._windows[layer] if self._windows else None,
                 None if sinks is None else sinks.view(heads, group).repeat_interleave(len(part), 1),
                 self._cap,
+                ends.repeat(group)[None, None],
             )
             rows = attended[0].unflatten(1, (group, len(part))).permute(2, 0, 1, 3).flatten(1, 2)
             out[first : first + len(part)] = rows.to(out.dtype)

@@ -131,13 +131,13 @@ class TritonAttention:
 
     def tree_attention(self, micro_batch: MicroBatch) -> Attend:
         """Return the attention of a micro-batch of the trainer, with gradients."""
-        if not self._has_tree:
+        if not self._has_tree or micro_batch.blocks:
             return self._fallback.tree_attention(micro_batch)
         return TritonTreeAttention(micro_batch, self._device, self._config.windows)
 
     def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
         """Return the causal attention of prompt rows, which stores their keys and values."""
-        if not self._has_sampling or not spans:
+        if not self._has_sampling or not spans or any(span.blocks for span in spans):
             return self._fallback.prefill_attention(spans)
         config = self._config
         return GpuPrefill(spans, self._pool_bases, config.num_heads, config.windows)

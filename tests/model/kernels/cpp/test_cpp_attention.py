@@ -17,7 +17,7 @@ from planish.model.kernels.cpp.attention import (
     CppTreeAttention,
 )
 from planish.model.kernels.reference.attention import dense_mask_attention
-from planish.model.kv_cache import KVPools, KVSpec, PrefillSpan, SlotOwner
+from planish.model.kv_cache import KVPools, KVSpec, PrefillSpan, SeparateKVPool, SlotOwner
 from planish.model.positions import SPAN, capacity_for
 from planish.model.prefix_tree import MicroBatch, pack
 
@@ -75,6 +75,34 @@ def test_prefix_tree_attention_equals_dense_masked_attention(shape, dtype, toler
         slow = gradients(dense_mask_attention(micro_batch, CPU, (window,)), qkv, upstream)
         for ours, theirs in zip(fast, slow, strict=True):
             assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-5), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize("window", [None, 20, 70])
+def test_images_attend_to_later_positions(dtype, tolerance, window):
+    """In training and in prefill, equal to each other bit for bit."""
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 50, 90)
+    sequences = [np.concatenate([shared, rng.integers(0, 50, n)]) for n in (40, 7)]
+    (causal,) = pack(sequences, 1000)
+    blocks = ((5, 33), (40, 85))  # one image within a range of 16 rows, and longer ones
+    micro_batch = causal.with_blocks([blocks, blocks])
+    *qkv, upstream = tensors(len(micro_batch), (6, 2, 64), dtype)
+    fast = gradients(CppTreeAttention(micro_batch, (window,)), qkv, upstream)
+    slow = gradients(dense_mask_attention(micro_batch, CPU, (window,)), qkv, upstream)
+    for ours, theirs in zip(fast, slow, strict=True):
+        assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+    pools = KVPools(KVSpec(1, 2, 64, dtype, CPU), SeparateKVPool)
+    pool, owner = pools.pool_for(capacity_for(130)), Prompt(130)
+    pool.allocate(owner)
+    rows = torch.from_numpy(micro_batch.datum_rows[0])
+    whole = CppTreeAttention(micro_batch, (window,))(0, *qkv)
+    found = []
+    for start, stop in ((0, 40), (40, 130)):
+        span = PrefillSpan(pool, owner.slot, 0, start, stop - start, blocks)
+        prefill = CppPrefillAttention([span], (window,))
+        found.append(prefill(0, *(x[rows[start:stop]] for x in qkv)))
+    assert torch.equal(torch.cat(found), whole[rows])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-5), (torch.bfloat16, 0.03)])

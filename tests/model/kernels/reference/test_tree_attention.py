@@ -2,6 +2,8 @@
 kernel.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -73,6 +75,28 @@ def test_windowed_prefix_tree_attention_equals_dense_masked_attention(backward, 
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
     unlimited = dense_mask_attention(micro_batch, CPU)(0, *qkv)
     assert torch.equal(slow[0], unlimited) == (window == 1000)
+
+
+def with_blocks(micro_batch: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with an image in each long segment."""
+    long = [s for s in micro_batch.segments if s.end - s.start > 12]
+    return replace(micro_batch, blocks=tuple((s.start + 3, s.end - 1) for s in long))
+
+
+@pytest.mark.parametrize("backward", [fused_cpu_backward, block_backward], ids=["fused", "blocks"])
+@pytest.mark.parametrize("window", [None, 9, 200])
+def test_images_in_a_prefix_tree_attend_to_later_positions(backward, window):
+    causal = forest(4, longest=300)
+    micro_batch = with_blocks(causal)
+    assert max(stop - start for start, stop in micro_batch.blocks) > 256
+    qkv, weight = inputs(len(micro_batch), 6, 2, torch.float64)
+    fast = attention_gradients(
+        TorchTreeAttention(micro_batch, CPU, backward, (window,)), qkv, weight
+    )
+    slow = attention_gradients(dense_mask_attention(micro_batch, CPU, (window,)), qkv, weight)
+    for a, b in zip(fast, slow, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(slow[0], dense_mask_attention(causal, CPU, (window,))(0, *qkv))
 
 
 @pytest.mark.parametrize("backward", [fused_cpu_backward, block_backward], ids=["fused", "blocks"])

@@ -34,6 +34,7 @@ struct Attention {
     const int64_t* visible;
     const Range* own;    // one for each entry, behind the shared positions; or null
     const float* sinks;  // a score of each query head that adds to the sum of weights; or null
+    const int64_t* window_ends;  // the position at which each entry's window ends; or null: `visible`
 };
 
 // The keys of one block that no window hides. Skipped keys are whole tiles, so that the remaining
@@ -48,6 +49,7 @@ struct KeyExtent {
 // The first position that an entry attends to.
 inline int64_t first_visible(const Attention& a, int64_t entry) {
     if (!a.window) return 0;
+    if (a.window_ends) return a.window_ends[entry] - a.window;
     return a.visible[entry] + (a.own ? a.own[entry].count : 0) - a.window;
 }
 
