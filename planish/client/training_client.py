@@ -243,7 +243,7 @@ class TrainingClient(RefusesMethods):
     ) -> Pending[SaveWeightsForSamplerResponse]:
         """Save a sampler checkpoint `name`: the weights alone, in PEFT's format. The checkpoint
         expires after `ttl_seconds`; None keeps it. `overwrite` replaces an earlier checkpoint of
-        the same name, which is otherwise an error.
+        the same name. Without it, this is an error unless the weights are equal.
         """
         operation = SaveWeightsForSampler(
             self.model_id, name, ttl_seconds, overwrite, user_metadata or {}

@@ -53,7 +53,7 @@ from planish.runlog.checkpoints import (
 )
 from planish.runlog.console import StepDisplay, step_line
 from planish.runlog.plotting import draw_curve
-from planish.runlog.run_directory import RunDirectory
+from planish.runlog.run_directory import RunDirectory, names_at_default
 from planish.runlog.spans import Spans
 from planish.training.option_rules import (
     GROUP_SIZE,
@@ -169,7 +169,12 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
         test_problems = test_problems[: config.eval_problems]
     require_batch(config, problems)
     with (
-        RunDirectory(config.log_path, chz.asdict(config), may_change=RESUMABLE_OPTIONS) as run,
+        RunDirectory(
+            config.log_path,
+            chz.asdict(config),
+            may_change=RESUMABLE_OPTIONS,
+            at_default=names_at_default(config),
+        ) as run,
         Grader() as grader,
     ):
         start = start_run(config, service_client, run, len(problems), "rl_loop")

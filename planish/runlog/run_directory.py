@@ -24,6 +24,7 @@ steps are trained again. So metrics.jsonl contains each step exactly once. Only 
 a run at a time. A run can be resumed only with the options that it began with.
 """
 
+import inspect
 import json
 import math
 import os
@@ -32,6 +33,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
+
+import chz
 
 from planish.errors import CheckpointError, UserError
 from planish.files import (
@@ -103,11 +106,17 @@ class RunDirectory:
     """
 
     def __init__(
-        self, path: str | Path, config: Mapping[str, Any], *, may_change: Collection[str] = ()
+        self,
+        path: str | Path,
+        config: Mapping[str, Any],
+        *,
+        may_change: Collection[str] = (),
+        at_default: Collection[str] = (),
     ) -> None:
         """Create the directory, or open it to resume the run in it. Raises UserError if another
         process uses it, or if the run in it has options that differ from `config` and are not in
-        `may_change`.
+        `may_change`. An option of `at_default` may be missing in the run: an earlier planish did
+        not have it.
         """
         if not str(path):
             raise UserError("log_path is empty; give the run a directory")
@@ -115,7 +124,7 @@ class RunDirectory:
         self.path = Path(path).expanduser().absolute()
         self._lock = lock_directory(self.path, "log_path", "this run")
         try:
-            self._check_config(plain_values(config), may_change)
+            self._check_config(plain_values(config), may_change, at_default)
             self._metrics = RowFile(self.path / METRICS)
             self._checkpoints = RowFile(self.path / CHECKPOINTS)
             self._spans = RowFile(self.path / SPANS)
@@ -196,7 +205,9 @@ class RunDirectory:
         rows = [record.row() for record in records]
         self._checkpoints.keep(lambda row: row not in rows)
 
-    def _check_config(self, config: Row, may_change: Collection[str]) -> None:
+    def _check_config(
+        self, config: Row, may_change: Collection[str], at_default: Collection[str]
+    ) -> None:
         path = self.path / CONFIG
         has_rows = any(_has_bytes(self.path / name) for name in (METRICS, CHECKPOINTS))
         if has_rows and not path.exists():
@@ -208,12 +219,27 @@ class RunDirectory:
                 _options(values, {"log_path", *may_change})
                 for values in (read_object(path), config)
             )
+            for name in at_default:
+                if name not in found:
+                    new_options.pop(name, None)
             if changed := differences(found, new_options):
                 raise UserError(
                     f"log_path={self.path} has a run with other options: {changed}; give that "
                     "run's options to continue it, or another log_path"
                 )
         write_atomically(path, json.dumps(config, indent=2) + "\n")
+
+
+def names_at_default(options: Any, prefix: str = "") -> set[str]:
+    """Return the dotted names of the options of a chz object that have their default values."""
+    names: set[str] = set()
+    for name, parameter in inspect.signature(type(options)).parameters.items():
+        value = getattr(options, name, None)
+        if chz.is_chz(value):
+            names |= names_at_default(value, f"{prefix}{name}.")
+        elif type(value) is type(parameter.default) and value == parameter.default:
+            names.add(f"{prefix}{name}")
+    return names
 
 
 def _has_bytes(path: Path) -> bool:

@@ -36,7 +36,13 @@ from planish.runlog.evaluators import (
 )
 from planish.runlog.metrics_log import MetricLog, open_metric_logs
 from planish.runlog.provenance import code_diff
-from planish.runlog.run_directory import CODE_DIFF, STOP_REQUEST, CheckpointRecord, RunDirectory
+from planish.runlog.run_directory import (
+    CODE_DIFF,
+    STOP_REQUEST,
+    CheckpointRecord,
+    RunDirectory,
+    names_at_default,
+)
 from planish.runlog.spans import Spans, TraceFile
 from planish.training.run_options import RunOptions, StartOptions
 from planish.training.schedules import learning_rate_at
@@ -308,7 +314,9 @@ async def run_training(
     planish.processes.interruption.Terminated is raised. After `run_directory.request_stop`, the run
     is saved too, and planish.processes.interruption.Stopped is raised (exit status 0).
     """
-    with RunDirectory(options.log_path, config, may_change=may_change) as run_directory:
+    with RunDirectory(
+        options.log_path, config, may_change=may_change, at_default=names_at_default(options)
+    ) as run_directory:
         start = await asyncio.to_thread(
             start_run, options, service_client, run_directory, data_size, options.recipe_name
         )
