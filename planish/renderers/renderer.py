@@ -169,7 +169,7 @@ class Renderer:
             return None
         turns = self.format.prompt_turns(checked, "assistant")
         at = next(number for number, turn in enumerate(turns) if turn.message == answer)
-        ending = self._ending(checked[answer], turns[at], list(sampled))
+        ending = _ending(self, checked[answer], turns[at], list(sampled))
         if ending is None:
             return None
         next_turns = turns[at + 1 :]
@@ -326,33 +326,6 @@ class Renderer:
             tool_json(tool, f"tools[{number}]")
         return [{"role": "system", "content": system_prompt or None, "tools": list(tools)}]
 
-    def _ending(
-        self, message: CheckedMessage, turn: Turn, sampled: list[int]
-    ) -> MessageEnding | None:
-        """Return how a sampled message ends, or None if a conversation cannot continue after it.
-        `turn` is the message as the next prompt writes it.
-        """
-        stops = self.get_stop_sequences()
-        eos_tokens = eos_ids(self.codec)
-        if not any(isinstance(stop, str) for stop in stops):
-            end_mark = turn.output[-1] if turn.output else None
-            stop = self.codec.control_id(end_mark.text) if isinstance(end_mark, Control) else None
-            is_closed = sampled[-1:] == [stop]
-            body = sampled[:-1] if is_closed else sampled
-            if stop is None or stop not in stops or eos_tokens.union(stops).intersection(body):
-                return None
-            return MessageEnding([] if is_closed else [stop])
-        [stop_text] = map(str, stops)
-        text = self.codec.decode(sampled)
-        body = text.removesuffix(stop_text)
-        if eos_tokens.intersection(sampled) or stop_text in body:
-            return None
-        next_header = as_text(self.format.overlap(message))
-        if body != text:
-            return MessageEnding([], next_header)
-        end = stop_text.removesuffix(next_header)
-        return MessageEnding([] if text.endswith(end) else self.codec.encode([end], _last(sampled)))
-
     def _encode_turns(self, turns: Sequence[Turn]) -> list[int]:
         """Return the tokens of a conversation's turns, after the pieces at its start."""
         ids = self.codec.encode(self.format.opening())
@@ -376,6 +349,34 @@ def with_tools(
     if system:
         prefix["content"] = get_text_content(system[0])
     return [cast(Message, prefix), *messages[len(system) :]]
+
+
+def _ending(
+    renderer: Renderer, message: CheckedMessage, turn: Turn, sampled: list[int]
+) -> MessageEnding | None:
+    """Return how a sampled message ends, or None if a conversation cannot continue after it.
+    `turn` is the message as the next prompt writes it.
+    """
+    codec, stops = renderer.codec, renderer.get_stop_sequences()
+    eos_tokens = eos_ids(codec)
+    if not any(isinstance(stop, str) for stop in stops):
+        end_mark = turn.output[-1] if turn.output else None
+        stop = codec.control_id(end_mark.text) if isinstance(end_mark, Control) else None
+        is_closed = sampled[-1:] == [stop]
+        body = sampled[:-1] if is_closed else sampled
+        if stop is None or stop not in stops or eos_tokens.union(stops).intersection(body):
+            return None
+        return MessageEnding([] if is_closed else [stop])
+    [stop_text] = map(str, stops)
+    text = codec.decode(sampled)
+    body = text.removesuffix(stop_text)
+    if eos_tokens.intersection(sampled) or stop_text in body:
+        return None
+    next_header = as_text(renderer.format.overlap(message))
+    if body != text:
+        return MessageEnding([], next_header)
+    end = stop_text.removesuffix(next_header)
+    return MessageEnding([] if text.endswith(end) else codec.encode([end], _last(sampled)))
 
 
 def _encode_turn(codec: Codec, turn: Turn, after: int | None) -> tuple[list[int], list[int]]:

@@ -99,7 +99,7 @@ class Sampler:
         )
         self._prefill = Prefill(decoder, self._head, self._slots, settings)
         self._selection = Selection(decoder, self._head, grammars)
-        self._scheduler = self._make_scheduler()
+        self._scheduler = _scheduler(decoder, settings, self._prefill.chunk_size)
         self._requests = OpenRequests()
         self._turns = DecodingTurns()
         self._request_numbers = itertools.count()
@@ -110,17 +110,6 @@ class Sampler:
         are open, at most half of the time is spent on prompts, so that the requests of one owner do
         not hold up the samples of another.
         """
-
-    def _make_scheduler(self) -> Scheduler:
-        bytes_per_position = self._slots.spec.bytes_per_position
-        return Scheduler(
-            self.settings.max_batch,
-            self.settings.kv_cache_bytes // bytes_per_position,
-            self.settings.max_prefill_tokens_per_step,
-            self._prefill.chunk_size,
-            -(-state_bytes(self._decoder.config, self._decoder.dtype) // bytes_per_position),
-            SPAN if self._backend.uses_main_memory else GPU_BLOCK,
-        )
 
     def record_cuda_graphs(self) -> None:
         """Record the CUDA graphs of decoding steps if this model uses them, else do nothing."""
@@ -374,9 +363,22 @@ class Sampler:
             prompt.tensors = PromptTensors()
         for sample in self._scheduler.running:
             sample.free_states()
-        self._scheduler = self._make_scheduler()
+        self._scheduler = _scheduler(self._decoder, self.settings, self._prefill.chunk_size)
         self._slots.reset()
         self._requests.fail_all(error)
+
+
+def _scheduler(decoder: BaseDecoder, settings: SamplerSettings, chunk_size: int) -> Scheduler:
+    """Return a scheduler without requests."""
+    bytes_per_position = decoder.backend.kv_spec.bytes_per_position
+    return Scheduler(
+        settings.max_batch,
+        settings.kv_cache_bytes // bytes_per_position,
+        settings.max_prefill_tokens_per_step,
+        chunk_size,
+        -(-state_bytes(decoder.config, decoder.dtype) // bytes_per_position),
+        SPAN if decoder.backend.uses_main_memory else GPU_BLOCK,
+    )
 
 
 def _model_runner(

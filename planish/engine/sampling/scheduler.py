@@ -250,7 +250,7 @@ class Scheduler:
         The request shares an active prompt if possible. Otherwise it gets a new prompt, which is
         appended to `new_prompts`, provided that the new prompt and one sample fit into the budget.
         """
-        prompt = next((p for p in self.prompts if self._can_share(p, request)), None)
+        prompt = next((p for p in self.prompts if _can_share(p, request)), None)
         if prompt is None:
             length, reservations = len(request.tokens), self.reservations
             positions = reservations.num_prompt_positions(length)
@@ -320,15 +320,6 @@ class Scheduler:
             self.running.append(sample)
             request.num_started_samples += 1
 
-    def _can_share(self, prompt: Prompt, request: Request) -> bool:
-        """Return whether the request can share this prompt."""
-        unscored = prompt.scores_request is None and request.prompt_scores is None
-        return (
-            unscored
-            and prompt.cache_namespace == request.cache_namespace
-            and prompt.tokens == request.tokens
-        )
-
     def _awaits_shared_prefix(self, request: Request, cache: PrefixCache[Any]) -> bool:
         """Return whether a prompt in prefill will soon provide a longer cached prefix.
 
@@ -339,7 +330,7 @@ class Scheduler:
             for p in self.prompts
             if not p.is_ready and p.cache_namespace == request.cache_namespace
         ]
-        if not in_prefill or any(self._can_share(p, request) for p in in_prefill):
+        if not in_prefill or any(_can_share(p, request) for p in in_prefill):
             return False
         shared_length = (
             len(cache.find(request.cache_namespace, request.tokens)) + 1
@@ -368,6 +359,16 @@ def _with_whole_blocks(prompt: Prompt, count: int, max_count: int) -> int:
                 return block_start - start
             return whole if whole <= max_count else 0
     return count
+
+
+def _can_share(prompt: Prompt, request: Request) -> bool:
+    """Return whether the request can share this prompt."""
+    unscored = prompt.scores_request is None and request.prompt_scores is None
+    return (
+        unscored
+        and prompt.cache_namespace == request.cache_namespace
+        and prompt.tokens == request.tokens
+    )
 
 
 def _arrival(sample: RunningSample) -> tuple[int, int]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 from planish.errors import EngineClosedError, UserError
 from planish.fleet.link import ReplicaLostError
@@ -98,10 +99,8 @@ class ModelActor:
             self.wake()
         else:
             reason = self.row.closed or "the server no longer waits for this request's number"
-            failed = Failed(
-                f"{request.id} came too late for model_id={self.id!r}: {reason}", "user"
-            )
-            self._settle(request, failed, state="refused")
+            message = f"{request.id} came too late for model_id={self.id!r}: {reason}"
+            self._settle(request, Failed(message, "user"), state="refused")
 
     def skip_below(self, seq: int) -> None:
         """Skip all missing numbers below `seq`. The caller records `seq` in the database."""
@@ -258,13 +257,9 @@ class ModelActor:
     async def _submit_publication(self, request: Request, operation: PublishSampler) -> None:
         submitted_at = self._steps.clock.now()
         future, sampler = await self.adapter.publish(request.seq, operation)
-
-        async def mark_sampler_ready() -> None:
-            await self.adapter.note_published(sampler)
-
-        self._answer_when_done(
-            SubmittedRequest(request, operation, future, submitted_at, mark_sampler_ready)
-        )
+        mark_ready = partial(self.adapter.note_published, sampler)
+        submitted = SubmittedRequest(request, operation, future, submitted_at, mark_ready)
+        self._answer_when_done(submitted)
 
     # Answers.
 
@@ -332,7 +327,10 @@ class ModelActor:
         await self.adapter.remove_from_engine()
         self._turns.discard(self.adapter)
         failure = failed_from_error(error)
-        for item in (*self.in_flight.running.values(), *iter(self.queue.take, None)):
+        self._refuse((*self.in_flight.running.values(), *iter(self.queue.take, None)), failure)
+
+    def _refuse(self, items: Iterable[QueueItem], failure: Failed) -> None:
+        for item in items:
             if isinstance(item, Request):
                 self._settle(item, failure, state="refused")
 
@@ -350,9 +348,7 @@ class ModelActor:
         await self.adapter.close(reason)
         self._forget(self.id)
         failure = Failed(f"model_id={self.id!r} is closed: {reason}", "user")
-        for item in self.queue.skip_missing():
-            if isinstance(item, Request):
-                self._settle(item, failure, state="refused")
+        self._refuse(self.queue.skip_missing(), failure)
         await self.adapter.delete()
         self._turns.discard(self.adapter)
 
