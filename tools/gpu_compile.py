@@ -84,6 +84,8 @@ class Model:
     family: str
     sizes: dict[str, Any]
     schemes: tuple[str | None, ...] = (None,)
+    has_mxfp4: bool = False
+    """Whether the experts are in mxfp4, as in the checkpoints of gpt-oss."""
 
 
 MODELS = {
@@ -92,7 +94,14 @@ MODELS = {
     ),
     # Each row uses all experts, so that training has the largest tiles.
     "experts": Model(
-        "qwen3_moe", {"hidden_size": 128, "experts": 8, "experts_per_token": 8, "expert_size": 64}
+        "qwen3_moe",
+        {"hidden_size": 128, "experts": 8, "experts_per_token": 8, "expert_size": 64},
+        (None, "int8", "nf4"),
+    ),
+    "experts in mxfp4": Model(
+        "gpt_oss",
+        {"hidden_size": 128, "experts": 8, "experts_per_token": 8, "expert_size": 64},
+        has_mxfp4=True,
     ),
     "the layers of Qwen3-8B": Model(
         "qwen3",
@@ -104,6 +113,9 @@ MODELS = {
     ),
     "the heads of Llama-3.2-3B": Model(
         "llama", {"hidden_size": 128, "heads": 24, "kv_heads": 8, "head_dim": 128}
+    ),
+    "the heads of Qwen2.5-7B": Model(
+        "qwen2", {"hidden_size": 128, "heads": 28, "kv_heads": 4, "head_dim": 128}
     ),
     "the heads of Gemma 3": Model(
         "gemma3", {"hidden_size": 128, "heads": 8, "kv_heads": 4, "head_dim": 256, "window": 64}
@@ -316,7 +328,7 @@ def recorded_cases(
     from gpu_counts import on_pretended_gpu
 
     from planish.model.kernels.triton import common
-    from planish.testing import tiny_model
+    from planish.testing import tiny_model, use_mxfp4
 
     models = list(MODELS.items())[: SAMPLED_MODELS if sample else None]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -330,6 +342,9 @@ def recorded_cases(
             )
             for name, model in models
         ]
+        for directory, (_, model) in zip(directories, models, strict=True):
+            if model.has_mxfp4:
+                use_mxfp4(directory)
         with on_pretended_gpu() as marks:
             for capability in capabilities:
                 architecture = ARCHITECTURES[capability]

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from planish.model.quantized_experts import QuantizedExperts
+
 
 class ExpertKernels(Protocol):
     """Operations that one kernel computes for all experts of a layer (kernels/triton).
@@ -33,7 +35,7 @@ class ExpertKernels(Protocol):
     def matmul(
         self,
         x: Tensor,
-        weights: Tensor,
+        weights: Tensor | QuantizedExperts,
         ranges: Tensor,
         columns: int,
         *,
@@ -42,8 +44,8 @@ class ExpertKernels(Protocol):
     ) -> Tensor:
         """Return x @ W.T + bias with the W [columns, in] of each pair's expert: [P, columns].
 
-        `weights`: the addresses of the Ws, int64 [N]. `bias`: [N, columns]. `transposed`: each W is
-        stored as [in, columns].
+        `weights`: the addresses of the Ws, int64 [N], or quantized experts. `bias`: [N, columns].
+        `transposed`: each W is stored as [in, columns].
         """
         ...
 

@@ -203,12 +203,11 @@ def expert_matmuls(
     training: bool = False,
 ) -> Tensor:
     """Return the outputs [P, out] of the experts' linears for the sorted pairs `x` [P, in]."""
-    if pairs.kernels is not None and linears.addresses is not None:
+    weights = None if pairs.kernels is None else linears.kernel_weights
+    if pairs.kernels is not None and weights is not None:
         call_before_matmul()
         columns = sum(linears[0].sizes)
-        return pairs.kernels.matmul(
-            x, linears.addresses, pairs.ranges, columns, bias=linears.biases
-        )
+        return pairs.kernels.matmul(x, weights, pairs.ranges, columns, bias=linears.biases)
     out = x.new_empty(len(x), sum(linears[0].sizes))
     for expert, expert_slice in pairs.expert_slices:
         out[expert_slice] = backend.matmul(x[expert_slice], linears[expert], training=training)
@@ -279,9 +278,10 @@ def _expert_matmuls_backward(
     backend: Backend, grad: Tensor, columns: int, linears: ExpertLinears, pairs: TokenExpertPairs
 ) -> Tensor:
     """Return the gradients of the experts' inputs, [P, columns]. `grad`: [P, out]."""
-    if pairs.kernels is not None and linears.addresses is not None:
+    weights = None if pairs.kernels is None else linears.kernel_weights
+    if pairs.kernels is not None and weights is not None:
         call_before_matmul()
-        return pairs.kernels.matmul(grad, linears.addresses, pairs.ranges, columns, transposed=True)
+        return pairs.kernels.matmul(grad, weights, pairs.ranges, columns, transposed=True)
     grad_x = grad.new_empty(len(grad), columns)
     for expert, expert_slice in pairs.expert_slices:
         grad_x[expert_slice] = backend.matmul_backward(grad[expert_slice], linears[expert])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from planish.engine.kernel_check.comparison import compare
+from planish.engine.kernel_check.operation_check import weights_in_each_scheme
 from planish.model.config import ModelConfig
 from planish.model.expert_pairs import TokenExpertPairs
 from planish.model.experts import (
@@ -18,6 +21,8 @@ from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import reference_backend, triton_backend
 from planish.model.kernels.linear import ExpertLinears, PackedLinear
 from planish.model.lora import LoraMatrices
+from planish.model.quantization import QuantizedWeight, dequantized
+from planish.model.weight_sizes import NF4_BLOCK_SIZE
 
 _MAX_SIZE = 512
 """The maximum inputs and outputs of an expert under check. The kernels get the sizes as arguments,
@@ -28,13 +33,17 @@ _PAIRS_PER_EXPERT = (0.4, 68)
 """The mean numbers of pairs of an expert: with few pairs, tiles are small, and some experts have no
 pairs.
 """
+_QUANTIZED_EXPERTS = 3
+"""The number of experts with weights of their own, which the other quantized experts share."""
+_PARTS = 2
+"""The number of weights of a quantized expert."""
 
 
 class ExpertCheck:
     """The check of the kernels for the experts of one model."""
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self._backend = triton_backend(model, dtype, device, ["experts"])
+        self._backend = triton_backend(model, dtype, device, ["experts", "quantized"])
         self._reference = reference_backend(model, torch.float64, device)
         self._num_experts, self._num_chosen = model.num_experts, model.experts_per_token
         sizes = (2 * model.expert_size, model.hidden_size)
@@ -55,9 +64,55 @@ class ExpertCheck:
             (self._random(num_experts, fan_out, _RANK) * _RANK**-0.5,),
         )
         for mean in _PAIRS_PER_EXPERT:
-            num_rows = max(3, int(mean * num_experts / self._num_chosen))
-            chosen, row_weights = self._choose(num_rows)
+            chosen, row_weights = self._choose(self._rows(mean))
             self._operations(chosen, row_weights, weights, biases, lora)
+
+    @torch.no_grad()
+    def run_quantized(self) -> None:
+        """Check the matmuls with quantized experts of each scheme, forward and backward.
+
+        Raises WrongResultError if one differs from torch.
+        """
+        fan_in = -(-self._fan_in // NF4_BLOCK_SIZE) * NF4_BLOCK_SIZE
+        fan_out = self._fan_out // _PARTS
+        dense = [
+            self._random(fan_out, fan_in) * fan_in**-0.5 for _ in range(_PARTS * _QUANTIZED_EXPERTS)
+        ]
+        has_fp8 = not self._backend.uses_main_memory
+        for each in weights_in_each_scheme(dense, self._generator, has_fp8=has_fp8):
+            experts = [each[_PARTS * index :][:_PARTS] for index in range(_QUANTIZED_EXPERTS)]
+            experts = [experts[index % len(experts)] for index in range(self._num_experts)]
+            for mean in _PAIRS_PER_EXPERT:
+                self._quantized(mean, experts)
+
+    def _quantized(self, mean: float, experts: Sequence[Sequence[QuantizedWeight]]) -> None:
+        """Check a batch with this mean number of pairs of an expert."""
+        dtype = self._backend.dtype
+        sizes, fan_in = [weight.shape[0] for weight in experts[0]], experts[0][0].shape[1]
+        biases = self._random(len(experts), sum(sizes))
+        chosen, _ = self._choose(self._rows(mean))
+        x, grad = (self._random(chosen.numel(), columns) for columns in (fan_in, sum(sizes)))
+        tested = ExpertLinears(
+            self._backend.pack_quantized(own, bias.split(sizes))
+            for own, bias in zip(experts, biases, strict=True)
+        )
+        assert tested.quantized is not None
+        weights = torch.stack([dequantized(own, dtype) for own in experts])
+        reference = _linears(weights.double(), biases.double())
+        results: list[tuple[Tensor, Tensor]] = []
+        for backend, linears in ((self._backend, tested), (self._reference, reference)):
+            pairs = TokenExpertPairs(chosen, self._num_experts, backend.expert_kernels)
+            given, own_grad = x.to(backend.dtype), grad.to(backend.dtype)
+            out = expert_matmuls(backend, given, linears, pairs, training=True)
+            operands = (own_grad, given, None, linears, None)
+            results.append((out, expert_linears_backward(backend, pairs, *operands)[0]))
+        scheme = tested.quantized.scheme
+        for what, found, expected in zip(("matmul", "gradient"), *results, strict=True):
+            compare(f"experts in {scheme}: {what}", found, expected, dtype=dtype)
+
+    def _rows(self, mean: float) -> int:
+        """Return the rows of a batch with this mean number of pairs of an expert."""
+        return max(3, int(mean * self._num_experts / self._num_chosen))
 
     def _choose(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """Check the choice of experts, among which some have equal probabilities."""

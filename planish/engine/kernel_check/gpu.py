@@ -167,6 +167,8 @@ def check_family(
         check.adapt(_add_head)
     if family == "quantized":
         check.quantized()
+        if model.num_experts:
+            ExpertCheck(model, dtype, device).run_quantized()
     if family in ("log_sum_exp", "sampling"):
         check.logits([model.vocab_size, _MULTI_BLOCK_VOCAB_SIZE])
 

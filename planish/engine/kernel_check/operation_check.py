@@ -182,7 +182,8 @@ class OperationCheck:
         sizes = [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim]
         dense = [self.random(size, fan_in) * fan_in**-0.5 for size in sizes]
         bias = self.random(sum(sizes))
-        for weights in self._quantized_weights(dense):
+        has_fp8 = not self.backend.uses_main_memory
+        for weights in weights_in_each_scheme(dense, self.generator, has_fp8=has_fp8):
             plain = self.backend.pack_quantized(weights, [None] * len(sizes))
             biased = self.backend.pack_quantized(weights, list(bias.split(sizes)))
             for num_rows in self.sizes.quantized_rows:
@@ -190,24 +191,31 @@ class OperationCheck:
                 self.backend.matmul(self.random(num_rows, fan_in), biased)
                 self.backend.matmul_backward(self.random(num_rows, sum(sizes)), plain)
 
-    def _quantized_weights(self, dense: Sequence[Tensor]) -> Iterator[list[QuantizedWeight]]:
-        """Yield the weights [out_i, in] in each scheme."""
-        for scheme in SCHEMES:
-            yield [quantize(weight, scheme) for weight in dense]
-        fan_in = dense[0].shape[1]
-        if not self.backend.uses_main_memory:
-            fp8: list[QuantizedWeight] = []
-            for weight in dense:
-                scales = 0.01 + 0.1 * torch.rand(
-                    -(-len(weight) // 128), -(-fan_in // 128), generator=self.generator
-                )
-                codes = (weight * fan_in**0.5 * 30).to(torch.float8_e4m3fn)
-                fp8.append(Fp8Weight.from_stored(codes, scales.to(weight.device), (128, 128)))
-            yield fp8
-        yield [
-            Mxfp4Weight(
-                self.random_ints(256, len(weight), fan_in // 2).to(torch.uint8),
-                (118 + self.random_ints(6, len(weight), fan_in // 32)).to(torch.uint8),
-            )
-            for weight in dense
-        ]
+
+def weights_in_each_scheme(
+    dense: Sequence[Tensor], generator: torch.Generator, *, has_fp8: bool
+) -> Iterator[list[QuantizedWeight]]:
+    """Yield the weights [out_i, in] in each scheme. `has_fp8`: also yield them in fp8."""
+    for scheme in SCHEMES:
+        yield [quantize(weight, scheme) for weight in dense]
+    fan_in, device = dense[0].shape[1], dense[0].device
+    if has_fp8:
+        fp8: list[QuantizedWeight] = []
+        for weight in dense:
+            grid = (-(-len(weight) // 128), -(-fan_in // 128))
+            scales = 0.01 + 0.1 * torch.rand(grid, generator=generator)
+            codes = (weight * fan_in**0.5 * 30).to(torch.float8_e4m3fn)
+            fp8.append(Fp8Weight.from_stored(codes, scales.to(device), (128, 128)))
+        yield fp8
+
+    def random_bytes(low: int, high: int, *shape: int) -> Tensor:
+        found = torch.randint(low, high, shape, generator=generator, dtype=torch.uint8)
+        return found.to(device)
+
+    yield [
+        Mxfp4Weight(
+            random_bytes(0, 256, len(weight), fan_in // 2),
+            random_bytes(118, 124, len(weight), fan_in // 32),
+        )
+        for weight in dense
+    ]

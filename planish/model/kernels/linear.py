@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planish.model.quantization import QuantizedWeight, dequantized
+from planish.model.quantized_experts import QuantizedExperts
 
 before_each_matmul: ContextVar[Callable[[], None]] = ContextVar("before_each_matmul")
 """A callback of the computing thread, called before each matmul with base weights, forward and
@@ -152,6 +153,11 @@ class QuantizedLinear(PackedLinear):
         self.packed = self._packed = packed
 
     @property
+    def kernel_weights(self) -> Sequence[QuantizedWeight]:
+        """The weights, if a kernel for all experts of a layer can read them; otherwise empty."""
+        return self._packed.kernel_weights
+
+    @property
     def fused_weight(self) -> None:
         """None, because the weights are quantized."""
         return None
@@ -178,6 +184,17 @@ class ExpertLinears(tuple[PackedLinear, ...]):
         if len(present) < len(weights) or any(address % ADDRESS_ALIGNMENT for address in found):
             return None
         return torch.tensor(found, device=present[0].device)
+
+    @cached_property
+    def quantized(self) -> QuantizedExperts | None:
+        """The quantized weights for a kernel. None if a kernel cannot read them."""
+        found = [linear.kernel_weights for linear in self if isinstance(linear, QuantizedLinear)]
+        return QuantizedExperts.of(found) if len(found) == len(self) and all(found) else None
+
+    @property
+    def kernel_weights(self) -> Tensor | QuantizedExperts | None:
+        """What a kernel for all experts multiplies by: `addresses` or `quantized`."""
+        return self.quantized if self.addresses is None else self.addresses
 
     @cached_property
     def biases(self) -> Tensor | None:
@@ -208,6 +225,11 @@ class PackedWeight(Protocol):
 class PackedQuantizedWeight(PackedWeight, Protocol):
     """Quantized weights [out, in] in the layout of a kernel, for the forward and backward pass."""
 
+    @property
+    def kernel_weights(self) -> Sequence[QuantizedWeight]:
+        """The weights, if a kernel for all experts of a layer can read them; otherwise empty."""
+        ...
+
     def matmul_backward(self, grad: Tensor) -> Tensor:
         """Return grad @ weight: [T, in]. `grad`: [T, out]."""
         ...
@@ -221,6 +243,7 @@ class DequantizedWeights:
 
     is_batch_invariant = False
     unpack = None
+    kernel_weights: Sequence[QuantizedWeight] = ()
 
     def __init__(
         self,

@@ -159,6 +159,11 @@ FAULTS = [
     ("quantized", "quantized", "(n // row_block * scale_stride)[:, None]", "(n * 0)[:, None]"),
     ("quantized", "quantized", "inside = block < blocks", "inside = block < blocks - 1"),
     ("quantized", "quantized", "total += dot(odd, ", "total += 0 * dot(odd, "),
+    ("quantized", "quantized_expert", "x + part * fan_out + o", "x + o"),
+    ("quantized", "quantized_expert", "index = o * (fan_in // BLOCK_IN) + begin", "index = o * 0 + begin"),
+    ("quantized", "quantized_expert", "column = part * fan_out + o", "column = o"),
+    ("quantized", "quantized_expert", "table = tables + expert *", "table = tables + expert // 2 *"),
+    ("quantized", "quantized_expert", "+= own_bias", "-= own_bias"),
 ]  # fmt: skip
 
 
@@ -223,8 +228,12 @@ def change(name: str, right: str, wrong: str, directory: Path, patch: pytest.Mon
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    known, attribute = sys.modules.get(name), name.rpartition(".")[2]
     patch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
+    for importer in list(sys.modules.values()):
+        if known is not None and vars(importer).get(attribute) is known:
+            patch.setattr(importer, attribute, module)
 
 
 def test_without_a_compiler_no_kernel_is_checked(tmp_path):

@@ -62,6 +62,7 @@ class CppQuantizedWeight:
     """The quantized weights [out, in] of linears that read the same input, packed as panels."""
 
     is_batch_invariant = True
+    kernel_weights: Sequence[QuantizedWeight] = ()
 
     def __init__(self, weights: Sequence[QuantizedWeight], arena: WeightArena) -> None:
         """`arena`: the arena of the codes. All weights must have the same scheme."""

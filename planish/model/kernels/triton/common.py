@@ -27,6 +27,8 @@ The largest block sizes of the kernels are chosen for this amount.
 """
 SHARED_MARGIN = 2 << 10
 """The bytes of shared memory left free, because compilers add a varying small amount."""
+PAIRS_OF_LARGE_TILE = 64
+"""The mean number of pairs of an expert from which tiles have 128 pairs."""
 
 
 def shared_memory(device: torch.device) -> int:
@@ -77,3 +79,20 @@ def bound(number):
         # not accept the array as an index.
         return number.handle.data.item()
     return number
+
+
+@triton.jit
+def tile_of_expert(starts, stops, tile, num_experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """Return the expert of a tile of at most ROWS pairs, its first pair, and the expert's last + 1.
+
+    All three are 0 or more, and the first pair is not below the last one if the tile is empty.
+    """
+    expert = tl.arange(0, EXPERTS)
+    is_real = expert < num_experts
+    start = tl.load(starts + expert, is_real, other=0)
+    stop = tl.load(stops + expert, is_real, other=0)
+    tiles = (stop - start + ROWS - 1) // ROWS
+    after = tl.cumsum(tiles, 0)
+    index = tl.sum((after <= tile).to(tl.int32), 0)
+    first = tl.sum(tl.where(expert == index, start + (tile - after + tiles) * ROWS, 0), 0)
+    return index, first, tl.sum(tl.where(expert == index, stop, 0), 0)

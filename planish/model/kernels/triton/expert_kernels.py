@@ -24,14 +24,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from planish.model.kernels.triton.common import bound, dot, power_of_two, rounded
+from planish.model.kernels.triton import quantized_expert_kernels
+from planish.model.kernels.triton.common import (
+    PAIRS_OF_LARGE_TILE,
+    bound,
+    dot,
+    power_of_two,
+    rounded,
+    tile_of_expert,
+)
+from planish.model.quantized_experts import QuantizedExperts
 
 _SORT_BLOCK = 1024
 """The number of pairs that a program of `sort_kernel` reads at once."""
 _SUM_BLOCK = 1024
 """The number of columns of a program of `weighted_sum_kernel`."""
-_LARGE_TILE = 64
-"""The mean number of pairs of an expert from which tiles have 128 pairs."""
 
 
 @triton.jit
@@ -106,23 +113,6 @@ def sort_kernel(chosen, order, rows, places, starts, stops, pairs, K, BLOCK: tl.
 
 
 @triton.jit
-def _tile_of(starts, stops, tile, num_experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """Return the expert of a tile of at most ROWS pairs, its first pair, and the expert's last + 1.
-
-    All three are 0 or more, and the first pair is not below the last one if the tile is empty.
-    """
-    expert = tl.arange(0, EXPERTS)
-    is_real = expert < num_experts
-    start = tl.load(starts + expert, is_real, other=0)
-    stop = tl.load(stops + expert, is_real, other=0)
-    tiles = (stop - start + ROWS - 1) // ROWS
-    after = tl.cumsum(tiles, 0)
-    index = tl.sum((after <= tile).to(tl.int32), 0)
-    first = tl.sum(tl.where(expert == index, start + (tile - after + tiles) * ROWS, 0), 0)
-    return index, first, tl.sum(tl.where(expert == index, stop, 0), 0)
-
-
-@triton.jit
 def grouped_matmul_kernel(
     x,
     x_stride,
@@ -150,7 +140,9 @@ def grouped_matmul_kernel(
     follow one another, `expert_stride` elements apart. TRANSPOSED: each W is stored as [inner,
     columns]. ADDS: add to `out`.
     """
-    expert, first, stop = _tile_of(starts, stops, tl.program_id(0), num_experts, EXPERTS, ROWS)
+    expert, first, stop = tile_of_expert(
+        starts, stops, tl.program_id(0), num_experts, EXPERTS, ROWS
+    )
     if first < stop:
         if IS_TABLE:
             weight = tl.load(weights + expert).to(tl.pointer_type(x.dtype.element_ty))
@@ -291,14 +283,14 @@ def _tile(pairs: int, num_experts: int, dtype: torch.dtype) -> dict[str, int]:
     """
     if dtype == torch.float32:
         return {"ROWS": 16, "BLOCK_OUT": 32, "BLOCK_IN": 32, "num_warps": 4, "num_stages": 2}
-    if pairs <= _LARGE_TILE * num_experts:
+    if pairs <= PAIRS_OF_LARGE_TILE * num_experts:
         return {"ROWS": 16, "BLOCK_OUT": 64, "BLOCK_IN": 64, "num_warps": 4, "num_stages": 4}
     return {"ROWS": 128, "BLOCK_OUT": 128, "BLOCK_IN": 64, "num_warps": 8, "num_stages": 3}
 
 
 def matmul(
     x: Tensor,
-    weights: Tensor,
+    weights: Tensor | QuantizedExperts,
     ranges: Tensor,
     columns: int,
     *,
@@ -309,10 +301,13 @@ def matmul(
     """Return x @ W.T + bias with the W [columns, in] of each pair's expert: [P, columns].
 
     `x`: [P, in]; each row must be contiguous. `weights`: the contiguous Ws [N, columns, in], or
-    their addresses, int64 [N]. `ranges`: from `sort`. `bias`: [N, columns]. `transposed`: each W is
-    stored as [in, columns]. `out`: add the result to this tensor, and return it; rows outside of
-    the ranges do not change.
+    their addresses, int64 [N], or quantized experts. `ranges`: from `sort`. `bias`: [N, columns].
+    `transposed`: each W is stored as [in, columns]. `out`: add the result to this tensor, and return
+    it; rows outside of the ranges do not change. It must be None for quantized experts.
     """
+    if isinstance(weights, QuantizedExperts):
+        assert out is None
+        return quantized_expert_kernels.matmul(x, weights, ranges, bias=bias, transposed=transposed)
     assert x.stride(1) == 1
     adds, num_experts = out is not None, ranges.shape[1]
     if out is None:

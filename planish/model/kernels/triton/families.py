@@ -29,9 +29,9 @@ FAMILIES = (
 
 "attention" is the sampler's attention (prefill and decode). "tree attention" is the trainer's
 attention over prefix trees. "quantized" is the matmuls with quantized weights, and the kernels that
-dequantize these weights. "experts" is the operations of a mixture of experts, for all experts of a
-layer at once; matmuls with quantized experts are not among them. "graphs" is the sampler's decoding
-step captured as a CUDA graph.
+dequantize these weights; the matmuls with quantized experts are among them. "experts" is the other
+operations of a mixture of experts, for all experts of a layer at once. "graphs" is the sampler's
+decoding step captured as a CUDA graph.
 """
 
 _OF_HEADS = ("attention", "tree attention", "lora", "graphs")

@@ -1,8 +1,8 @@
 """The parts of a backend that compute with Triton kernels.
 
-torch computes the matmuls with frozen weights, except those of few rows with quantized weights. It
-also computes what the kernels do not support: unusual head sizes, limits of scores, gated
-delta nets, GeGLU, quantized experts, and families that failed their self-test. In deterministic mode
+torch computes the matmuls with frozen weights, except those of experts, and those of few rows with
+quantized weights. It also computes what the kernels do not support: unusual head sizes, limits of
+scores, gated delta nets, GeGLU, and families that failed their self-test. In deterministic mode
 torch computes all matmuls, attention and LoRA, because the order of additions of these kernels
 depends on the batch.
 

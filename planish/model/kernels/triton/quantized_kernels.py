@@ -61,14 +61,13 @@ def _decoded_fp8(codes):
 
 
 @triton.jit
-def _eight_bit_values(codes, FP8: tl.constexpr):
+def eight_bit_values(codes, FP8: tl.constexpr):
+    """Return the float32 values of codes in int8, or in fp8 as bytes."""
     return _decoded_fp8(codes.to(tl.int32)) if FP8 else codes.to(tl.float32)
 
 
 @triton.jit
-def _block_scales(
-    scale_codes, scale_values, scale_scales, offset, index, inside, NF4: tl.constexpr
-):
+def block_scales(scale_codes, scale_values, scale_scales, offset, index, inside, NF4: tl.constexpr):
     """Return the scales of blocks of four-bit codes. `index`: the number of each block."""
     scale_code = tl.load(scale_codes + index, inside, other=0).to(tl.int32)
     scale = tl.load(scale_values + scale_code)
@@ -79,7 +78,7 @@ def _block_scales(
 
 
 @triton.jit
-def _four_bit_pairs(values, byte, scale, NF4: tl.constexpr):
+def four_bit_pairs(values, byte, scale, NF4: tl.constexpr):
     """Return the weights of the even and of the odd inputs. `scale`: the scale of each row."""
     even_code, odd_code = (byte >> 4, byte & 15) if NF4 else (byte & 15, byte >> 4)
     return tl.load(values + even_code) * scale[:, None], tl.load(values + odd_code) * scale[:, None]
@@ -133,7 +132,7 @@ def eight_bit_kernel(
         )
         inside = (n < fan_out)[:, None] & (k < fan_in)[None, :]
         code = tl.load(codes + n[:, None] * fan_in + k[None, :], inside, other=0)
-        weights = _eight_bit_values(code, FP8)
+        weights = eight_bit_values(code, FP8)
         scale = scales + n // row_block * scale_stride + begin // column_block
         weights *= tl.load(scale, n < fan_out, other=0.0)[:, None]
         total += dot(inputs, tl.trans(rounded(weights, inputs.dtype)))
@@ -181,10 +180,10 @@ def four_bit_kernel(
             codes + n[:, None] * (fan_in // 2) + j[None, :], has_column[:, None], other=0
         ).to(tl.int32)
         index = n * blocks + block
-        scale = _block_scales(
+        scale = block_scales(
             scale_codes, scale_values, scale_scales, offset, index, has_column, NF4
         )
-        even_weights, odd_weights = _four_bit_pairs(values, byte, scale, NF4)
+        even_weights, odd_weights = four_bit_pairs(values, byte, scale, NF4)
         total += dot(even, tl.trans(rounded(even_weights, even.dtype)))
         total += dot(odd, tl.trans(rounded(odd_weights, odd.dtype)))
     _store(total, bias, out, out_stride, m, n, rows, fan_out, HAS_BIAS)
@@ -212,7 +211,7 @@ def dequantize_eight_bit_kernel(
     k = tl.program_id(1) * BLOCK_IN + tl.arange(0, BLOCK_IN)
     inside = (n < fan_out)[:, None] & (k < fan_in)[None, :]
     at = n.to(tl.int64)[:, None] * fan_in + k[None, :]
-    weights = _eight_bit_values(tl.load(codes + at, inside, other=0), FP8)
+    weights = eight_bit_values(tl.load(codes + at, inside, other=0), FP8)
     scale = scales + (n // row_block * scale_stride)[:, None] + (k // column_block)[None, :]
     weights *= tl.load(scale, inside, other=0.0)
     tl.store(out + at, rounded(weights, out.dtype.element_ty), inside)
@@ -241,8 +240,8 @@ def dequantize_four_bit_kernel(
     j = tl.arange(0, BLOCK_BYTES)
     at = block.to(tl.int64)[:, None] * BLOCK_BYTES + j[None, :]
     byte = tl.load(codes + at, inside[:, None], other=0).to(tl.int32)
-    scale = _block_scales(scale_codes, scale_values, scale_scales, offset, block, inside, NF4)
-    even, odd = _four_bit_pairs(values, byte, scale, NF4)
+    scale = block_scales(scale_codes, scale_values, scale_scales, offset, block, inside, NF4)
+    even, odd = four_bit_pairs(values, byte, scale, NF4)
     weights = rounded(tl.interleave(even, odd), out.dtype.element_ty)
     to = block.to(tl.int64)[:, None] * (2 * BLOCK_BYTES) + tl.arange(0, 2 * BLOCK_BYTES)[None, :]
     tl.store(out + to, weights, inside[:, None])
@@ -293,6 +292,7 @@ class QuantizedCodes(DequantizedWeights):
         self._sizes = [weight.shape[0] for weight in weights]
         self._max_rows = max_rows if can_multiply(weights) else 0
         self._buffer = buffer
+        self.kernel_weights = self._weights
         buffer.reserve(sum(self._sizes) * weights[0].shape[1])
 
     def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:

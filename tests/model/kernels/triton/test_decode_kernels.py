@@ -7,8 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hopper import Case, resources
-from test_tree_kernels import TARGETS
 from torch import Tensor
 
 from planish.model.kernels.triton import decode_kernels
@@ -91,59 +89,6 @@ def test_prefill_blocks_attend_causally(device, head_dim):
     assert not found[[2, 8]].any()
 
 
-def cases(heads: Heads, *, windowed: bool = False) -> list[Case]:
-    """Return the kernel specializations for one shape. `windowed`: with a window and sinks."""
-    pointers = dict.fromkeys(("counts", "pieces", "entries", "rows", "blocks"), "*i32") | {
-        "bases": "*i64"
-    }
-    pointers |= dict.fromkeys(("values", "stats"), "*fp32")
-    pointers |= dict.fromkeys(
-        ("q", "out", "k", "v"), "*bf16" if heads.dtype == torch.bfloat16 else "*fp32"
-    )
-    pointers |= dict.fromkeys(("k_stride", "v_stride", "window"), "i32")
-    pointers |= {"sinks": "*fp32"} if windowed else {}
-    plain = {
-        "H": heads.keys,
-        "E": heads.size,
-        "BLOCK_E": heads.block_e,
-        "num_warps": 4,
-        "num_stages": 3,
-    }
-    options = {
-        "_keep_kernel": {**plain, "BLOCK_H": 1 << (heads.keys - 1).bit_length()},
-        "_pieces_kernel": heads.decode_options,
-        "_combine_kernel": {**plain, "PARTS": 8, "num_warps": 2},
-        "_prefill_kernel": heads.prefill_options,
-    }
-    made = []
-    for kernel, given in options.items():
-        names = getattr(decode_kernels, kernel).arg_names
-        types = {name: pointers[name] for name in names if name in pointers}
-        given = {"sinks": None, "WINDOWED": windowed, **given}
-        constants = {name: given[name] for name in names if name not in types}
-        made.append(
-            Case(
-                kernel,
-                types,
-                constants,
-                int(given["num_warps"]),
-                int(given["num_stages"]),
-                ("k_stride", "v_stride", "window"),
-            )
-        )
-    return made
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [64, 128, 256])
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_kernel_compiles_for_other_gpus(target, size):
-    kind, shared = TARGETS[target]
-    heads = Heads(8, 4, size, torch.bfloat16, shared)
-    for found in resources("planish.model.kernels.triton.decode_kernels", cases(heads), kind):
-        assert found.shared <= shared, found
-
-
 def test_block_sizes_follow_the_shared_memory_of_a_gpu():
     """The sizes for an H100 must not change when other GPUs are added."""
     found = [
@@ -157,26 +102,3 @@ def test_block_sizes_follow_the_shared_memory_of_a_gpu():
         (128, 64, 3, 4), (64, 64, 2, 4), (64, 32, 2, 3),
         (64, 32, 2, 3), (64, 32, 2, 2), (32, 32, 1, 1),
     ]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "heads",
-    [
-        Heads(8, 4, 128, torch.bfloat16),
-        Heads(8, 2, 128, torch.bfloat16),
-        Heads(3, 3, 64, torch.bfloat16),
-        Heads(3, 3, 64, torch.float32),
-        Heads(4, 2, 256, torch.bfloat16),
-        Heads(4, 2, 256, torch.float32),
-        Heads(8, 5, 80, torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_kernels_compile_for_hopper_without_spills(heads):
-    made = cases(heads)
-    if heads.size != 80:
-        made += [case for case in cases(heads, windowed=True) if case.kernel != "_keep_kernel"]
-    for found in resources("planish.model.kernels.triton.decode_kernels", made):
-        assert found.spilled == 0, found
-        assert found.shared <= 227 << 10, found

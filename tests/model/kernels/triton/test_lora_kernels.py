@@ -1,10 +1,9 @@
 """The batched LoRA kernel equals each adapter alone, whatever else is in the batch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
-from hopper import Case, resources
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -194,109 +193,3 @@ def test_the_number_of_parts_depends_only_on_the_length():
         12288: (8, 1536),
         53248: (8, 6656),
     }
-
-
-# Registers on a Hopper GPU
-
-
-def shrink(inner: int, linears: int, dtype: str, *, spread: bool) -> Case:
-    """Return the case as launched; integers with known divisibility become constants."""
-    parts, length = lora_kernels._segments(inner)
-    columns = lora_kernels.MAX_FUSED_LINEARS * 256
-    return Case(
-        "shrink_kernel",
-        {"x": f"*{dtype}", "tiles": "*i32", "pointers": "*i64", "module": "i32", "parts": "*fp32"},
-        {
-            **{
-                "x_stride": inner,
-                "slot_stride": 580,
-                "part_stride": 256 * columns,
-                "low_stride": columns,
-            },
-            **{
-                "inner": inner,
-                "segment": length,
-                "LINEARS": linears,
-                "SEGMENTS": parts,
-                "SPREAD": spread,
-            },
-            **{
-                "ALIGNED": True,
-                "TILE": 16,
-                "BLOCK_LOW": 32,
-                "BLOCK_IN": 32 if dtype == "fp32" else 128,
-            },
-        },
-        stages=2 if dtype == "fp32" else 4,
-    )
-
-
-def expand(inner: int, sizes: list[int], dtype: str, out: str, *, spread: bool) -> Case:
-    columns = lora_kernels.MAX_FUSED_LINEARS * 256
-    names = ("size_0", "size_1", "size_2")
-    return Case(
-        "expand_kernel",
-        {
-            "x": f"*{dtype}",
-            "tiles": "*i32",
-            "pointers": "*i64",
-            "module": "i32",
-            "parts": "*fp32",
-            "out": f"*{out}",
-        },
-        {
-            **{
-                "slot_stride": 580,
-                "part_stride": 256 * columns,
-                "low_stride": columns,
-                "out_stride": sum(sizes),
-            },
-            **dict(zip(names, [*sizes, 0, 0], strict=False)),
-            **{
-                "PARTS": lora_kernels._segments(inner)[0] if spread else 1,
-                "ALIGNED": True,
-                "TILE": 16,
-            },
-            **{"BLOCK_OUT": 128, "BLOCK_RANK": 32},
-        },
-        stages=2 if dtype == "fp32" else 1,
-    )
-
-
-def assert_fits(cases: list[Case]) -> None:
-    for found in resources("planish.model.kernels.triton.lora_kernels", cases):
-        assert found.spilled <= 8, found  # registers that the compiler reserves
-        assert found.shared < 64 << 10, found
-
-
-@pytest.mark.slow
-def test_the_lora_kernel_compiles_for_hopper():
-    assert_fits(
-        [
-            shrink(4096, 2, "bf16", spread=True),
-            expand(4096, [12288, 12288], "bf16", "bf16", spread=True),
-        ]
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_target_modules_of_known_models_compile_for_hopper(dtype: str):
-    """The cases are the largest matmuls and the head of Qwen3-8B and SmolLM2-135M."""
-    modules = [
-        (4096, [4096, 1024, 1024]),
-        (4096, [12288, 12288]),
-        (12288, [4096]),
-        (576, [576, 192, 192]),
-    ]
-    layers = [
-        case
-        for inner, sizes in modules
-        for spread in (True, False)
-        for case in (
-            shrink(inner, len(sizes), dtype, spread=spread),
-            expand(inner, sizes, dtype, dtype, spread=spread),
-        )
-    ]
-    head = expand(4096, [151936], dtype, "fp32", spread=True)
-    assert_fits([*layers, head, replace(head, constants={**head.constants, "PARTS": 1})])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hopper import Case, resources
+from quantized_weights import FAN_IN, weights_of
 
 pytest.importorskip("triton")
 from variants import slow_after
@@ -21,37 +21,9 @@ from planish.model.kernels.triton.quantized_kernels import (
 from planish.model.quantization import (
     Fp8Weight,
     Int8Weight,
-    Mxfp4Weight,
     QuantizedWeight,
     dequantized,
-    quantize,
 )
-
-FAN_IN = 192
-Constants = dict[str, int | bool | float | str | None]
-
-
-def weights_of(
-    scheme: str, sizes: list[int], dtype: torch.dtype, device: torch.device
-) -> list[QuantizedWeight]:
-    generator = torch.Generator().manual_seed(0)
-    found: list[QuantizedWeight] = []
-    for size in sizes:
-        weight = torch.randn(size, FAN_IN, generator=generator).to(device, dtype)
-        if scheme.startswith("fp8"):
-            codes = (weight.float() * 60).to(torch.float8_e4m3fn)
-            grids = {"fp8 blocks": (-(-size // 128), 2), "fp8 channels": (size, 1), "fp8": (1, 1)}
-            scales = torch.rand(grids[scheme], generator=generator).to(device) / 60
-            found.append(Fp8Weight.from_stored(codes, scales, (128, 128)))
-        elif scheme == "mxfp4":
-            codes = torch.randint(256, (size, FAN_IN // 2), generator=generator)
-            exponents = torch.randint(120, 128, (size, FAN_IN // 32), generator=generator)
-            found.append(
-                Mxfp4Weight(codes.to(device, torch.uint8), exponents.to(device, torch.uint8))
-            )
-        else:
-            found.append(quantize(weight, scheme))
-    return found
 
 
 def codes_of(weights: list[QuantizedWeight], dtype: torch.dtype, **options) -> QuantizedCodes:
@@ -174,60 +146,3 @@ def test_blocks_that_the_matmul_kernel_cannot_read_use_the_buffer(device: torch.
     x = torch.randn(3, 149, device=device)
     expected = F.linear(x, dequantized(weights, torch.float32))
     assert torch.equal(codes_of(weights, torch.float32).matmul(x, None), expected)
-
-
-def matmul_cases(scheme: str, dtype: str, rows: int, *, bias: bool) -> Case:
-    tile = quantized_kernels._tile(rows, torch.float32 if dtype == "fp32" else torch.bfloat16)
-    warps = tile.pop("num_warps")
-    types = {"x": f"*{dtype}", "out": f"*{dtype}"} | ({"bias": f"*{dtype}"} if bias else {})
-    types |= dict.fromkeys(("out_stride", "rows", "fan_out", "fan_in"), "i32")
-    constants: Constants = {**tile, "HAS_BIAS": bias} | ({} if bias else {"bias": None})
-    multiples = ("fan_in", "out_stride")
-    if scheme in ("int8", "fp8"):
-        types |= {"codes": "*u8" if scheme == "fp8" else "*i8", "scales": "*fp32"}
-        types |= dict.fromkeys(("scale_stride", "row_block", "column_block"), "i32")
-        constants |= {"FP8": scheme == "fp8"}
-        return Case("eight_bit_kernel", types, constants, warps, multiples=multiples)
-    del constants["BLOCK_IN"]
-    four_types, four_constants = four_bit(nf4=scheme == "nf4")
-    return Case("four_bit_kernel", types | four_types, constants | four_constants, warps,
-                multiples=multiples)  # fmt: skip
-
-
-def four_bit(*, nf4: bool) -> tuple[dict[str, str], Constants]:
-    types = {"codes": "*u8", "values": "*fp32", "scale_codes": "*u8", "scale_values": "*fp32"}
-    types |= {"scale_scales": "*fp32", "offset": "*fp32"} if nf4 else {}
-    constants: Constants = {"NF4": nf4, "BLOCK_BYTES": 32 if nf4 else 16}
-    return types, constants | ({} if nf4 else {"scale_scales": None, "offset": None})
-
-
-def dequantize_case(scheme: str, dtype: str) -> Case:
-    types = {"out": f"*{dtype}"}
-    if scheme in ("int8", "fp8"):
-        types |= {"codes": "*u8" if scheme == "fp8" else "*i8", "scales": "*fp32"}
-        numbers = ("scale_stride", "fan_out", "fan_in", "row_block", "column_block")
-        constants: Constants = {"FP8": scheme == "fp8", "BLOCK_OUT": 32, "BLOCK_IN": 128}
-        types |= dict.fromkeys(numbers, "i32")
-        return Case("dequantize_eight_bit_kernel", types, constants, multiples=("fan_in",))
-    four_types, four_constants = four_bit(nf4=scheme == "nf4")
-    constants = four_constants | {"BLOCKS": 64 if scheme == "nf4" else 128}
-    return Case("dequantize_four_bit_kernel", types | four_types | {"blocks": "i32"}, constants)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", [80, 89, 90, 120])
-def test_the_kernels_compile_for_gpus(architecture: int):
-    schemes = ("int8", "fp8", "nf4", "mxfp4")
-    rows = (16, 32, 64, 128) if architecture in (89, 90) else (128,)
-    cases = [
-        matmul_cases(scheme, "bf16", count, bias=scheme == "fp8")
-        for scheme in schemes
-        for count in rows
-    ]
-    if architecture == 80:
-        cases += [matmul_cases(scheme, "fp32", 16, bias=False) for scheme in schemes]
-    cases += [dequantize_case(scheme, "bf16") for scheme in schemes]
-    target = ("cuda", architecture, 32)
-    for found in resources("planish.model.kernels.triton.quantized_kernels", cases, target):
-        assert found.spilled <= 8, found
-        assert found.shared < 96 << 10, found
