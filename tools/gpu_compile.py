@@ -73,8 +73,12 @@ ARCHITECTURES = {
     120: Architecture(101_376, 102_400, 1536, 24),
 }
 SAMPLED_ARCHITECTURES = (89, 90)
-SAMPLED_MODULES, SAMPLED_MODELS = ("tree", "decode", "expert"), 2
-"""The modules that the sample compiles, and the number of MODELS for which it does."""
+SAMPLED_MODELS = 2
+"""The number of MODELS whose kernels the sample compiles for sm_90. For others it compiles those of
+the first one.
+"""
+SAMPLED_MODULES = ("tree", "decode", "expert", "quantized_expert")
+"""The modules that the sample compiles."""
 
 
 @dataclass(frozen=True)
@@ -351,7 +355,8 @@ def recorded_cases(
                 number = (capability // 10, capability % 10)
                 patch.setattr(common, "shared_memory", lambda _, own=architecture: own.shared)
                 patch.setattr(torch.cuda, "get_device_capability", lambda _=None, own=number: own)
-                cases = record(architecture, directories, marks).cases
+                used = directories[:1] if sample and capability != 90 else directories
+                cases = record(architecture, used, marks).cases
                 if sample:
                     cases = {m: c for m, c in cases.items() if short_name(m) in SAMPLED_MODULES}
                 yield capability, cases

@@ -1,5 +1,8 @@
 """The check of the kernels for mixtures of experts: each operation is compared with torch."""
 
+# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -159,7 +159,7 @@ FAULTS = [
     ("quantized", "quantized", "(n // row_block * scale_stride)[:, None]", "(n * 0)[:, None]"),
     ("quantized", "quantized", "inside = block < blocks", "inside = block < blocks - 1"),
     ("quantized", "quantized", "total += dot(odd, ", "total += 0 * dot(odd, "),
-    ("quantized", "quantized_expert", "x + part * fan_out + o", "x + o"),
+    ("quantized", "quantized_expert", "x_rows + part * fan_out + o", "x_rows + o"),
     ("quantized", "quantized_expert", "index = o * (fan_in // BLOCK_IN) + begin", "index = o * 0 + begin"),
     ("quantized", "quantized_expert", "column = part * fan_out + o", "column = o"),
     ("quantized", "quantized_expert", "table = tables + expert *", "table = tables + expert // 2 *"),

@@ -57,6 +57,7 @@ def _weight_tile(
     row_block,
     column_block,
     SCHEME: tl.constexpr,
+    IS_EIGHT_BIT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):
     """Return the float32 weights of the outputs `o` and the inputs begin .. begin + BLOCK_IN - 1.
@@ -65,27 +66,31 @@ def _weight_tile(
     inputs of a tile must share one scale for each output.
     """
     has_output = o < fan_out
-    if SCHEME == "int8" or SCHEME == "fp8":
-        code_type = tl.int8 if SCHEME == "int8" else tl.uint8
+    if IS_EIGHT_BIT:
+        code_type = tl.uint8 if SCHEME == "fp8" else tl.int8
         codes = tl.multiple_of(tl.load(table).to(tl.pointer_type(code_type)), 16)
         i = begin + tl.arange(0, BLOCK_IN)
         inside = has_output[:, None] & (i < fan_in)[None, :]
         code = tl.load(codes + o[:, None] * fan_in + i[None, :], inside, other=0)
         scales = tl.load(table + 1).to(tl.pointer_type(tl.float32))
-        scales += o // row_block * scale_stride + begin // column_block
-        scale = tl.load(scales, has_output, other=0.0)
-        return eight_bit_values(code, SCHEME == "fp8") * scale[:, None]
-    NF4: tl.constexpr = SCHEME == "nf4"
-    codes = tl.multiple_of(tl.load(table).to(tl.pointer_type(tl.uint8)), 16)
-    j = begin // 2 + tl.arange(0, BLOCK_IN // 2)
-    byte = tl.load(codes + o[:, None] * (fan_in // 2) + j[None, :], has_output[:, None], other=0)
-    scale_codes = tl.load(table + 1).to(tl.pointer_type(tl.uint8))
-    scale_scales = tl.load(table + 2).to(tl.pointer_type(tl.float32))
-    offset = tl.load(table + 3).to(tl.pointer_type(tl.float32))
-    index = o * (fan_in // BLOCK_IN) + begin // BLOCK_IN
-    scale = block_scales(scale_codes, scale_values, scale_scales, offset, index, has_output, NF4)
-    even, odd = four_bit_pairs(values, byte.to(tl.int32), scale, NF4)
-    return tl.interleave(even, odd)
+        at = o // row_block * scale_stride + begin // column_block
+        scale = tl.load(scales + at, has_output, other=0.0)
+        weights = eight_bit_values(code, SCHEME == "fp8") * scale[:, None]
+    else:
+        codes = tl.multiple_of(tl.load(table).to(tl.pointer_type(tl.uint8)), 16)
+        j = begin // 2 + tl.arange(0, BLOCK_IN // 2)
+        at = o[:, None] * (fan_in // 2) + j[None, :]
+        byte = tl.load(codes + at, has_output[:, None], other=0).to(tl.int32)
+        scale_codes = tl.load(table + 1).to(tl.pointer_type(tl.uint8))
+        scale_scales = tl.load(table + 2).to(tl.pointer_type(tl.float32))
+        offset = tl.load(table + 3).to(tl.pointer_type(tl.float32))
+        index = o * (fan_in // BLOCK_IN) + begin // BLOCK_IN
+        scale = block_scales(
+            scale_codes, scale_values, scale_scales, offset, index, has_output, SCHEME == "nf4"
+        )
+        even, odd = four_bit_pairs(values, byte, scale, SCHEME == "nf4")
+        weights = tl.interleave(even, odd)
+    return weights
 
 
 @triton.jit
@@ -107,6 +112,7 @@ def grouped_quantized_kernel(
     fan_out,
     fan_in,
     SCHEME: tl.constexpr,
+    IS_EIGHT_BIT: tl.constexpr,
     PARTS: tl.constexpr,
     FIELDS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -127,8 +133,8 @@ def grouped_quantized_kernel(
         table = tables + expert * (PARTS * FIELDS)
         m = (first + tl.arange(0, ROWS)).to(tl.int64)
         has_row = (m < stop)[:, None]
-        x += m[:, None] * x_stride
-        out += m[:, None] * out_stride
+        x_rows = x + m[:, None] * x_stride
+        out_rows = out + m[:, None] * out_stride
         if TRANSPOSED:
             begin = tl.program_id(1) * BLOCK_IN
             total = tl.zeros((ROWS, BLOCK_IN), tl.float32)
@@ -136,10 +142,10 @@ def grouped_quantized_kernel(
                 for first_output in range(0, bound(fan_out), BLOCK_OUT):
                     o = first_output + tl.arange(0, BLOCK_OUT)
                     inside = has_row & (o < fan_out)[None, :]
-                    mine = tl.load(x + part * fan_out + o[None, :], inside, other=0.0)
+                    mine = tl.load(x_rows + part * fan_out + o[None, :], inside, other=0.0)
                     weights = _weight_tile(
                         table + part * FIELDS, o, begin, fan_out, fan_in, values, scale_values,
-                        scale_stride, row_block, column_block, SCHEME, BLOCK_IN,
+                        scale_stride, row_block, column_block, SCHEME, IS_EIGHT_BIT, BLOCK_IN,
                     )  # fmt: skip
                     total += dot(mine, rounded(weights, mine.dtype))
             column = begin + tl.arange(0, BLOCK_IN)
@@ -151,10 +157,10 @@ def grouped_quantized_kernel(
             total = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
             for begin in range(0, bound(fan_in), BLOCK_IN):
                 i = begin + tl.arange(0, BLOCK_IN)
-                mine = tl.load(x + i[None, :], has_row & (i < fan_in)[None, :], other=0.0)
+                mine = tl.load(x_rows + i[None, :], has_row & (i < fan_in)[None, :], other=0.0)
                 weights = _weight_tile(
                     table + part * FIELDS, o, begin, fan_out, fan_in, values, scale_values,
-                    scale_stride, row_block, column_block, SCHEME, BLOCK_IN,
+                    scale_stride, row_block, column_block, SCHEME, IS_EIGHT_BIT, BLOCK_IN,
                 )  # fmt: skip
                 total += dot(mine, tl.trans(rounded(weights, mine.dtype)))
             column, has_column = part * fan_out + o, o < fan_out
@@ -164,7 +170,7 @@ def grouped_quantized_kernel(
                 )
                 total += own_bias.to(tl.float32)[None, :]
         total = rounded(total, out.dtype.element_ty)
-        tl.store(out + column[None, :], total, has_row & has_column[None, :])
+        tl.store(out_rows + column[None, :], total, has_row & has_column[None, :])
 
 
 def matmul(
@@ -196,8 +202,9 @@ def matmul(
         grouped_quantized_kernel[(num_tiles, num_blocks)](
             x, x.stride(0), ranges[0], ranges[1], num_experts, experts.addresses,
             *_operands(experts), bias, out, out.stride(0), fan_out, fan_in, SCHEME=experts.scheme,
-            PARTS=experts.parts, FIELDS=FIELDS, TRANSPOSED=transposed,
-            EXPERTS=power_of_two(num_experts), **options, enable_fp_fusion=False,
+            IS_EIGHT_BIT=experts.scheme in ("int8", "fp8"), PARTS=experts.parts, FIELDS=FIELDS,
+            TRANSPOSED=transposed, EXPERTS=power_of_two(num_experts), **options,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

@@ -1,5 +1,5 @@
-"""Each elementwise Triton kernel equals its torch reference, in all dtypes and odd sizes, and is
-batch-invariant.
+"""Each elementwise Triton kernel equals its torch reference, in all dtypes and odd sizes, is
+batch-invariant, and compiles for Hopper.
 """
 
 from functools import partial
@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backends import CONFIG, torch_backend
+from hopper import Case, resources
 from torch import Tensor
 
 from planish.engine.sampling import token_sampling
@@ -486,3 +487,80 @@ def test_tensors_with_more_than_2_31_entries_are_indexed_correctly(device):
     expected = F.one_hot(targets[0], vocab) - logits[-1].float().softmax(0)
     own.log_sum_exp_backward_(logits, 1.0, found, first, targets, temperature)
     close(logits[-1], expected.to(logits.dtype))
+
+
+# For Hopper
+
+
+def launched(width: int, head_dim: int, vocab: int) -> list[Case]:
+    """Return the kernel launches for a bf16 model of these sizes."""
+    norm = {"x": "*fp32", "weight": "*fp32", "scale": "*fp32", "rows": "i32", "width": "i32"}
+    forth = norm | {"residual": "*bf16", "eps": "fp32", "total": "*fp32", "out": "*bf16"}
+    back = norm | {"grad": "*bf16", "grad_total": "*fp32", "out": "*fp32"}
+    turn = {
+        "x": "*bf16",
+        "stride": "i32",
+        "cos": "*fp32",
+        "sin": "*fp32",
+        "sign": "fp32",
+        "out": "*bf16",
+    }
+    heads = dict.fromkeys(("qkv", "q", "k"), "*bf16") | dict.fromkeys(
+        ("q_norm", "k_norm", "cos", "sin"), "*fp32"
+    )
+    heads |= dict.fromkeys(("width", "q_heads", "k_heads", "half"), "i32") | {"eps": "fp32"}
+    gated = {"gate_up": "*bf16", "out": "*bf16", "width": "i32"}
+    row = {"logits": "*fp32", "vocab": "i32"}
+    sums = row | {"temperature": "*fp32", "split_maxima": "*fp32", "sums": "*fp32"}
+    pairs = {"log_total": "*fp32", "first": "*i64", "targets": "*i64", "grads": "*fp32"}
+    group, block, warps = own._norm_tile(width)
+    tile = {"ROWS": group, "BLOCK": block}
+    half = head_dim // 2
+    split = own._split(torch.empty(0, vocab))
+    splits = -(-vocab // split)
+    rows = {"SPLITS": splits, "SPLIT_BLOCK": own.power_of_two(splits), "BLOCK": split}
+    sizes = {"width": width, "vocab": vocab, "half": half, "stride": 3 * head_dim}
+
+    def case(kernel: str, types: dict, constants: dict, warps: int = 4) -> Case:
+        # Triton compiles another kernel for integers that are multiples of 16.
+        multiples = tuple(name for name in types if sizes.get(name, 1) % 16 == 0)
+        return Case(kernel, types, constants, warps, multiples=multiples)
+
+    return [
+        case("_rms_norm", forth, tile, warps),
+        case("_rms_norm_backward", back, tile, warps),
+        case(
+            "_rotate",
+            turn | {"count": "i32", "heads": "i32", "half": "i32"},
+            {"GROUP": own._TILE // half, "BLOCK": half},
+        ),
+        case("_qk_norm_rope", heads, {"NORMED": True, "GROUP": own._TILE // half, "BLOCK": half}),
+        case("_swiglu", gated, {"BLOCK": own._TILE}),
+        case("_swiglu_backward", gated | {"grad": "*bf16"}, {"BLOCK": own._TILE}),
+        case("_split_sums", sums, {"BLOCK": split}, split // 512),
+        case("_row_sums", sums | {"out": "*fp32", "weights": "*fp32"}, rows, split // 512),
+        case("_row_sums", sums | {"out": "*fp32"}, rows | {"weights": None}, 1),
+        case(
+            "_sample",
+            {"weights": "*fp32", "uniforms": "*fp64", "out": "*i64", "vocab": "i32"},
+            {"SPLITS": rows["SPLITS"], "BLOCK": split},
+            split // 512,
+        ),
+        case(
+            "_normalizers_backward",
+            row | pairs | {"temperature": "fp32"},
+            {"BLOCK": split},
+            split // 512,
+        ),
+    ]
+
+
+@pytest.mark.slow
+def test_elementwise_kernels_compile_for_hopper_without_spills():
+    """The sizes are those of Qwen3-8B."""
+    cases = launched(4096, 128, 151_936)
+    for case, found in zip(
+        cases, resources("planish.model.kernels.triton.elementwise_kernels", cases), strict=True
+    ):
+        assert found.spilled <= 8, found  # registers that the compiler reserves
+        assert found.registers * 32 * case.warps <= 65_536, found

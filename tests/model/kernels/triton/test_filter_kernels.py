@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hopper import Case, resources
 
 pytest.importorskip("triton")
 from planish.model.kernels.reference.token_sampling import (
@@ -111,3 +112,14 @@ def test_masses_are_the_rounded_weights(device: torch.device):
     assert torch.equal(filtered(rows.to(device), params).cpu(), expected)
     # The mass of the other weights is 0 or below the last bit of the goal.
     assert set(expected.unique().tolist()) >= set(weights[:4].tolist())
+
+
+@pytest.mark.slow
+def test_the_kernel_compiles_for_hopper():
+    types = {"weights": "*fp32", "bounds": "*fp64", "vocab": "i32"}
+    constants: dict[str, int | bool | float | str | None]
+    constants = {"MASS_BITS": 44, "PASSES": 10, "DIGIT_BITS": 3, "BLOCK": filter_kernels._BLOCK}
+    case = Case("filter_kernel", types, constants, filter_kernels._WARPS)
+    for found in resources("planish.model.kernels.triton.filter_kernels", [case]):
+        assert found.spilled <= 8, found
+        assert found.shared < 48 << 10, found

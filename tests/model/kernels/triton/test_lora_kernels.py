@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hopper import Case, resources
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -193,3 +194,86 @@ def test_the_number_of_parts_depends_only_on_the_length():
         12288: (8, 1536),
         53248: (8, 6656),
     }
+
+
+# Registers on a Hopper GPU
+
+
+def shrink(inner: int, linears: int, dtype: str, *, spread: bool) -> Case:
+    """Return the case as launched; integers with known divisibility become constants."""
+    parts, length = lora_kernels._segments(inner)
+    columns = lora_kernels.MAX_FUSED_LINEARS * 256
+    return Case(
+        "shrink_kernel",
+        {"x": f"*{dtype}", "tiles": "*i32", "pointers": "*i64", "module": "i32", "parts": "*fp32"},
+        {
+            **{
+                "x_stride": inner,
+                "slot_stride": 580,
+                "part_stride": 256 * columns,
+                "low_stride": columns,
+            },
+            **{
+                "inner": inner,
+                "segment": length,
+                "LINEARS": linears,
+                "SEGMENTS": parts,
+                "SPREAD": spread,
+            },
+            **{
+                "ALIGNED": True,
+                "TILE": 16,
+                "BLOCK_LOW": 32,
+                "BLOCK_IN": 32 if dtype == "fp32" else 128,
+            },
+        },
+        stages=2 if dtype == "fp32" else 4,
+    )
+
+
+def expand(inner: int, sizes: list[int], dtype: str, out: str, *, spread: bool) -> Case:
+    columns = lora_kernels.MAX_FUSED_LINEARS * 256
+    names = ("size_0", "size_1", "size_2")
+    return Case(
+        "expand_kernel",
+        {
+            "x": f"*{dtype}",
+            "tiles": "*i32",
+            "pointers": "*i64",
+            "module": "i32",
+            "parts": "*fp32",
+            "out": f"*{out}",
+        },
+        {
+            **{
+                "slot_stride": 580,
+                "part_stride": 256 * columns,
+                "low_stride": columns,
+                "out_stride": sum(sizes),
+            },
+            **dict(zip(names, [*sizes, 0, 0], strict=False)),
+            **{
+                "PARTS": lora_kernels._segments(inner)[0] if spread else 1,
+                "ALIGNED": True,
+                "TILE": 16,
+            },
+            **{"BLOCK_OUT": 128, "BLOCK_RANK": 32},
+        },
+        stages=2 if dtype == "fp32" else 1,
+    )
+
+
+def assert_fits(cases: list[Case]) -> None:
+    for found in resources("planish.model.kernels.triton.lora_kernels", cases):
+        assert found.spilled <= 8, found  # registers that the compiler reserves
+        assert found.shared < 64 << 10, found
+
+
+@pytest.mark.slow
+def test_the_lora_kernel_compiles_for_hopper():
+    assert_fits(
+        [
+            shrink(4096, 2, "bf16", spread=True),
+            expand(4096, [12288, 12288], "bf16", "bf16", spread=True),
+        ]
+    )

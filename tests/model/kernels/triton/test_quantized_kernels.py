@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from hopper import Case, resources
 from quantized_weights import FAN_IN, weights_of
 
 pytest.importorskip("triton")
@@ -24,6 +25,8 @@ from planish.model.quantization import (
     QuantizedWeight,
     dequantized,
 )
+
+Constants = dict[str, int | bool | float | str | None]
 
 
 def codes_of(weights: list[QuantizedWeight], dtype: torch.dtype, **options) -> QuantizedCodes:
@@ -146,3 +149,55 @@ def test_blocks_that_the_matmul_kernel_cannot_read_use_the_buffer(device: torch.
     x = torch.randn(3, 149, device=device)
     expected = F.linear(x, dequantized(weights, torch.float32))
     assert torch.equal(codes_of(weights, torch.float32).matmul(x, None), expected)
+
+
+def matmul_cases(scheme: str, dtype: str, rows: int, *, bias: bool) -> Case:
+    tile = quantized_kernels._tile(rows, torch.float32 if dtype == "fp32" else torch.bfloat16)
+    warps = tile.pop("num_warps")
+    types = {"x": f"*{dtype}", "out": f"*{dtype}"} | ({"bias": f"*{dtype}"} if bias else {})
+    types |= dict.fromkeys(("out_stride", "rows", "fan_out", "fan_in"), "i32")
+    constants: Constants = {**tile, "HAS_BIAS": bias} | ({} if bias else {"bias": None})
+    multiples = ("fan_in", "out_stride")
+    if scheme in ("int8", "fp8"):
+        types |= {"codes": "*u8" if scheme == "fp8" else "*i8", "scales": "*fp32"}
+        types |= dict.fromkeys(("scale_stride", "row_block", "column_block"), "i32")
+        constants |= {"FP8": scheme == "fp8"}
+        return Case("eight_bit_kernel", types, constants, warps, multiples=multiples)
+    del constants["BLOCK_IN"]
+    four_types, four_constants = four_bit(nf4=scheme == "nf4")
+    return Case("four_bit_kernel", types | four_types, constants | four_constants, warps,
+                multiples=multiples)  # fmt: skip
+
+
+def four_bit(*, nf4: bool) -> tuple[dict[str, str], Constants]:
+    types = {"codes": "*u8", "values": "*fp32", "scale_codes": "*u8", "scale_values": "*fp32"}
+    types |= {"scale_scales": "*fp32", "offset": "*fp32"} if nf4 else {}
+    constants: Constants = {"NF4": nf4, "BLOCK_BYTES": 32 if nf4 else 16}
+    return types, constants | ({} if nf4 else {"scale_scales": None, "offset": None})
+
+
+def dequantize_case(scheme: str, dtype: str) -> Case:
+    types = {"out": f"*{dtype}"}
+    if scheme in ("int8", "fp8"):
+        types |= {"codes": "*u8" if scheme == "fp8" else "*i8", "scales": "*fp32"}
+        numbers = ("scale_stride", "fan_out", "fan_in", "row_block", "column_block")
+        constants: Constants = {"FP8": scheme == "fp8", "BLOCK_OUT": 32, "BLOCK_IN": 128}
+        types |= dict.fromkeys(numbers, "i32")
+        return Case("dequantize_eight_bit_kernel", types, constants, multiples=("fan_in",))
+    four_types, four_constants = four_bit(nf4=scheme == "nf4")
+    constants = four_constants | {"BLOCKS": 64 if scheme == "nf4" else 128}
+    return Case("dequantize_four_bit_kernel", types | four_types | {"blocks": "i32"}, constants)
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_hopper():
+    schemes = ("int8", "fp8", "nf4", "mxfp4")
+    cases = [
+        matmul_cases(scheme, "bf16", count, bias=scheme == "fp8")
+        for scheme in schemes
+        for count in (16, 128)
+    ]
+    cases += [dequantize_case(scheme, "bf16") for scheme in schemes]
+    for found in resources("planish.model.kernels.triton.quantized_kernels", cases):
+        assert found.spilled <= 8, found
+        assert found.shared < 96 << 10, found
