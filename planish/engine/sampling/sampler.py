@@ -56,7 +56,7 @@ from planish.model.delta_net import state_bytes
 from planish.model.kv_cache import KVSpec
 from planish.model.lora import LoraWeights
 from planish.model.positions import GPU_BLOCK, SPAN
-from planish.model.vision.image_tokens import read_input, with_image_token
+from planish.model.vision.image_tokens import InputTokens, read_input, with_image_token
 from planish.service import Sample
 from planish.types import SampleResponse
 
@@ -136,13 +136,7 @@ class Sampler:
         """
         config, model_input = self._decoder.config, read_input(op.prompt, self._decoder.images)
         check_sample(op, model_input, config)
-        longest = max((stop - start for start, stop in model_input.blocks), default=0)
-        if longest > self.settings.max_prefill_tokens_per_step:
-            raise UserError(
-                f"an image has {longest} tokens, and this model reads all of them in one step, of "
-                f"at most {self.settings.max_prefill_tokens_per_step} tokens; leave the image out, "
-                "or raise max_prefill_tokens_per_step"
-            )
+        _check_image_sizes(model_input, self.settings.max_prefill_tokens_per_step)
         prompt_length = len(model_input.tokens)
         max_tokens = max_tokens_of(op, prompt_length, config)
         constraint = op.sampling_params.constraint
@@ -366,6 +360,16 @@ class Sampler:
         self._scheduler = _scheduler(self._decoder, self.settings, self._prefill.chunk_size)
         self._slots.reset()
         self._requests.fail_all(error)
+
+
+def _check_image_sizes(model_input: InputTokens, max_tokens: int) -> None:
+    """Raise UserError if a model that reads an image in one step cannot read one of these."""
+    longest = max((stop - start for start, stop in model_input.blocks), default=0)
+    if longest > max_tokens:
+        raise UserError(
+            f"an image has {longest} tokens, and this model reads all of them in one step, of at "
+            f"most {max_tokens} tokens; leave the image out, or raise max_prefill_tokens_per_step"
+        )
 
 
 def _scheduler(decoder: BaseDecoder, settings: SamplerSettings, chunk_size: int) -> Scheduler:
