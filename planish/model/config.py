@@ -27,9 +27,9 @@ from planish.model.hf_config.families import (
 from planish.model.hf_config.fp8_config import Fp8Config
 from planish.model.hf_config.json_fields import positive_int, read_json
 from planish.model.hf_config.rope_config import RopeConfig
-from planish.model.hf_config.vision_config import VisionConfig, read_vision_config
 from planish.model.inspection.inspect_model import inspect_model
 from planish.model.inspection.modules import MAX_LAYERS, HFModules
+from planish.model.inspection.vision_config import VisionConfig, read_vision_config
 
 MAX_CONTEXT = 1 << 22
 """The maximum of max_position_embeddings, in tokens."""

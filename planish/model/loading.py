@@ -7,8 +7,8 @@ from pathlib import Path
 from planish.model.base_decoder import BaseDecoder
 from planish.model.decoder import Decoder
 from planish.model.hf.decoder import TransformersDecoder
+from planish.model.hf.vision_tower import image_registry, load_tower
 from planish.model.kernels.backend import Backend
-from planish.model.vision.loading import load_tower, registry_of
 from planish.model.weights import load_weights
 
 
@@ -21,7 +21,7 @@ def load_decoder(directory: Path, backend: Backend, quantize: str | None = None)
         return TransformersDecoder(directory, backend, quantize)
     decoder = Decoder(load_weights(directory, backend.config), backend, quantize)
     if backend.config.vision is not None:
-        images = registry_of(directory, backend.config)
+        images = image_registry(directory, backend.config.vision, backend.config.vocab_size)
         decoder.vision = load_tower(directory, images, backend.dtype, backend.device)
         decoder.images = None if decoder.vision is None else images
     return decoder

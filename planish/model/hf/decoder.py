@@ -20,6 +20,7 @@ from planish.errors import DamagedFileError
 from planish.model.delta_net import Recurrence
 from planish.model.hf.forward_pass import ATTENTION, HFForwardPass, attention, current_pass
 from planish.model.hf.frozen import freeze_experts, freeze_linear
+from planish.model.hf.vision_tower import image_registry
 from planish.model.inspection.modules import HFModules
 from planish.model.inspection.probing import (
     first_line,
@@ -32,7 +33,6 @@ from planish.model.kernels.backend import Backend
 from planish.model.kernels.interface import AdapterBatch, Attend
 from planish.model.lora import LoraWeights
 from planish.model.vision.image_tokens import ImageRegistry
-from planish.model.vision.processing import image_processor
 from planish.model.vision.tower import VisionTower
 from planish.model.weights import weight_files
 
@@ -67,8 +67,7 @@ class TransformersDecoder:
         self.vision: VisionTower | None = None
         vision = self._modules.vision
         if vision is not None:
-            processor = image_processor(directory, vision)
-            self.images = ImageRegistry(processor, self.config.vocab_size, vision)
+            self.images = image_registry(directory, vision, self.config.vocab_size)
             self.vision = VisionTower(model.get_submodule(self._modules.base_name), self.images)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from planish.model.hf_config.vision_config import VisionConfig
+from planish.model.inspection.vision_config import VisionConfig
 
 MAX_LAYERS = 1024
 """The maximum number of decoder layers of a model."""

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from planish.model.hf_config.vision_config import TYPES_WITH_OWN_DECODER, VisionConfig
+from planish.model.inspection.vision_config import TYPES_WITH_OWN_DECODER, VisionConfig
 
 VISION_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """The model types with images whose layers transformers' code computes. They have Qwen's image

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from functools import cached_property
@@ -12,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from planish.errors import DamagedFileError, UnsupportedError, UserError
 from planish.images import ImageChunk
-from planish.model.hf_config.json_fields import read_json
-from planish.model.hf_config.vision_config import VisionConfig
+from planish.model.inspection.vision_config import VisionConfig
 from planish.model.vision.decoding import decode_image
 
 if TYPE_CHECKING:
@@ -193,8 +193,12 @@ def image_processor(directory: Path, vision: VisionConfig | None = None) -> Imag
 def _option_of(directory: Path, option: str) -> Any:
     """Return an option of the image processor in a directory, or None."""
     for name in PROCESSOR_FILES:
-        fields = read_json(directory / name) if (directory / name).is_file() else {}
-        for part in (fields, fields.get("image_processor")):
+        try:
+            fields = json.loads((directory / name).read_text("utf-8"))
+        except (OSError, ValueError):  # transformers' loader reports a damaged file
+            continue
+        nested = fields.get("image_processor") if isinstance(fields, dict) else None
+        for part in (fields, nested):
             if isinstance(part, dict) and option in part:
                 return part[option]
     return None

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
-from planish.errors import UnsupportedError
-from planish.model.hf_config.json_fields import positive_int
+from planish.errors import DamagedFileError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -69,22 +68,22 @@ def read_vision_config(fields: Mapping[str, Any]) -> VisionConfig | None:
     if fields["model_type"] == "gemma3":
         return _gemma3(fields, vision)
     vision = _QWEN3_5 | vision
-    width, inner = positive_int(vision, "hidden_size"), positive_int(vision, "intermediate_size")
-    merged = width * positive_int(vision, "spatial_merge_size") ** 2
+    width, inner = _positive(vision, "hidden_size"), _positive(vision, "intermediate_size")
+    merged = width * _positive(vision, "spatial_merge_size") ** 2
     text = fields.get("text_config", {})
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     section = tuple(rope.get("mrope_section") or (11, 11, 10))
     if len(section) != 3 or not all(isinstance(size, int) and size >= 0 for size in section):
         raise UnsupportedError(f"mrope_section is {section}; give three numbers of frequencies")
     return VisionConfig(
-        image_token=positive_int({**_QWEN3_5_TOKENS, **fields}, "image_token_id"),
-        patch_size=positive_int(vision, "patch_size"),
-        temporal_patch_size=positive_int(vision, "temporal_patch_size"),
-        merge_size=positive_int(vision, "spatial_merge_size"),
+        image_token=_positive({**_QWEN3_5_TOKENS, **fields}, "image_token_id"),
+        patch_size=_positive(vision, "patch_size"),
+        temporal_patch_size=_positive(vision, "temporal_patch_size"),
+        merge_size=_positive(vision, "spatial_merge_size"),
         hidden_size=width,
         mrope_section=section,
-        num_weights=positive_int(vision, "depth") * (4 * width**2 + 2 * width * inner)
-        + merged * (merged + positive_int(vision, "out_hidden_size")),
+        num_weights=_positive(vision, "depth") * (4 * width**2 + 2 * width * inner)
+        + merged * (merged + _positive(vision, "out_hidden_size")),
     )
 
 
@@ -92,8 +91,8 @@ def _gemma3(fields: Mapping[str, Any], vision: Mapping[str, Any]) -> VisionConfi
     vision = {**_SIGLIP, **vision}
     # Published configs call this field image_token_index.
     token = fields.get("image_token_id", fields.get("image_token_index", 262144))
-    num_tokens = positive_int({"mm_tokens_per_image": 256, **fields}, "mm_tokens_per_image")
-    patch_size, image_size = (positive_int(vision, f"{part}_size") for part in ("patch", "image"))
+    num_tokens = _positive({"mm_tokens_per_image": 256, **fields}, "mm_tokens_per_image")
+    patch_size, image_size = (_positive(vision, f"{part}_size") for part in ("patch", "image"))
     side = isqrt(num_tokens)
     merge_size = image_size // patch_size // side
     if side**2 != num_tokens or merge_size * side * patch_size != image_size:
@@ -101,13 +100,20 @@ def _gemma3(fields: Mapping[str, Any], vision: Mapping[str, Any]) -> VisionConfi
             f"mm_tokens_per_image is {num_tokens}; planish supports only square numbers that divide "
             f"an image of {image_size} pixels in patches of {patch_size}"
         )
-    width, inner = positive_int(vision, "hidden_size"), positive_int(vision, "intermediate_size")
+    width, inner = _positive(vision, "hidden_size"), _positive(vision, "intermediate_size")
     return VisionConfig(
-        image_token=positive_int({"image_token_id": token}, "image_token_id"),
+        image_token=_positive({"image_token_id": token}, "image_token_id"),
         patch_size=patch_size,
         temporal_patch_size=1,
         merge_size=merge_size,
         hidden_size=width,
         image_size=image_size,
-        num_weights=positive_int(vision, "num_hidden_layers") * (4 * width**2 + 2 * width * inner),
+        num_weights=_positive(vision, "num_hidden_layers") * (4 * width**2 + 2 * width * inner),
     )
+
+
+def _positive(fields: Mapping[str, Any], name: str) -> int:
+    value = fields.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise DamagedFileError(f"{name} is {value!r}; it must be a positive integer")
+    return value

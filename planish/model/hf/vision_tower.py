@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 
 from planish.errors import DamagedFileError
-from planish.model.config import ModelConfig
 from planish.model.inspection.probing import quiet
+from planish.model.inspection.vision_config import VisionConfig
 from planish.model.vision.image_tokens import ImageRegistry
 from planish.model.vision.processing import image_processor
 from planish.model.vision.tower import VisionTower
@@ -45,12 +45,9 @@ def load_tower(
     return VisionTower(model.to(device).eval().requires_grad_(False), registry)
 
 
-def registry_of(directory: Path, config: ModelConfig) -> ImageRegistry:
-    """Return the images of the model in `directory`, whose `config` has a vision tower."""
-    assert config.vision is not None
-    return ImageRegistry(
-        image_processor(directory, config.vision), config.vocab_size, config.vision
-    )
+def image_registry(directory: Path, vision: VisionConfig, vocab_size: int) -> ImageRegistry:
+    """Return a registry for the images of the model in `directory`."""
+    return ImageRegistry(image_processor(directory, vision), vocab_size, vision)
 
 
 def _vision_weights(directory: Path) -> dict[str, torch.Tensor]:
