@@ -70,11 +70,11 @@ class FleetPlan:
         return {
             "put": import_ray().put,
             "cluster_fault": HeadWatch().fault,
-            "check_free": self._check_free,
+            "check_free": self.check_free,
             "on_close": leave_cluster if owns_cluster else lambda: None,
         }
 
-    def _check_free(self) -> None:
+    def check_free(self) -> None:
         """Raise UserError if the cluster has no free device for one more replica."""
         is_gpu = self.resources.num_gpus > 0
         kind, needed = ("GPU", 1) if is_gpu else ("CPU", self.resources.num_cpus)

@@ -34,7 +34,14 @@ from planish import EngineClosedError, ModelInput, SamplingParams, ServiceClient
 from planish.engine.replication import ExportWeights
 from planish.fleet.fleet import Fleet
 from planish.fleet.link import ReplicaLostError
-from planish.fleet.ray_link import RayLink, import_ray, leave_cluster, start_cluster
+from planish.fleet.plan import FleetPlan
+from planish.fleet.ray_link import (
+    RayLink,
+    Resources,
+    import_ray,
+    leave_cluster,
+    start_cluster,
+)
 from planish.fleet.remote_engine import RemoteEngine
 from planish.fleet.replica import Replica
 from planish.service import UnloadModel
@@ -281,6 +288,14 @@ def test_bad_input_is_an_error_before_a_replica_starts(model_dir, tmp_path):
         start(replicas=2, dtype="float16")
     with pytest.raises(UserError, match="names a server, but replicas, ray configures"):
         ServiceClient(base_url="http://127.0.0.1:1", replicas=2, ray="auto")
+
+
+def test_no_replica_is_added_without_a_free_device():
+    plan = FleetPlan(1, Resources(num_gpus=0, num_cpus=7), 6, 0, False, True)
+    with pytest.raises(
+        UserError, match=r"each replica occupies 7 CPUs, and \d are free .*add a mac"
+    ):
+        plan.check_free()
 
 
 def test_an_address_where_no_ray_answers_is_an_error(monkeypatch):

@@ -27,10 +27,11 @@ from server_process import BASE_MODEL, running_server
 from server_thread import ServerThread, serving
 from short_datum import STEP
 
-from planish import ModelInput, SamplingParams, ServiceClient, UserError
+from planish import ModelInput, PlanishError, SamplingParams, ServiceClient, UserError
 from planish.commands.cli import main
 from planish.fleet.ray_link import leave_cluster, start_cluster
 from planish.fleet.served import ServedFleet
+from planish.server.models.replay import Replay
 from planish.server.options import ServeOptions
 from planish.server.serve import serve
 from planish.types import Constraint
@@ -130,6 +131,25 @@ def test_requests_that_run_or_wait_when_a_home_is_lost_run_once(fleet, make_clie
     assert train_pipelined(make_client(), home_killer(fleet)) == undisturbed["pipelined"]
 
 
+def test_a_model_that_no_other_replica_can_hold_names_its_checkpoint(
+    fleet, make_client, monkeypatch
+):
+    async def restore_without_memory(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    kill_home = home_killer(fleet)
+    training_client = make_client().create_lora_training_client("tiny", rank=4, seed=1)
+    training_client.forward_backward(training_data(0), "cross_entropy")
+    training_client.optim_step(STEP).result(WAIT)
+    saved = training_client.save_state("kept").result(WAIT).path
+    with monkeypatch.context() as fault:
+        fault.setattr(Replay, "restore", restore_without_memory)
+        kill_home()
+        with pytest.raises(PlanishError, match="lacks the memory .*DefaultCPUAllocator") as info:
+            training_client.forward_backward(training_data(1), "cross_entropy").result(WAIT)
+    assert f"Create a new client from your last checkpoint, {saved}" in str(info.value)
+
+
 def test_a_constraint_is_compiled_before_the_request_is_submitted(make_client):
     sampler = make_client().create_sampling_client(base_model="tiny")
     params = SamplingParams(
@@ -162,7 +182,7 @@ def test_invalid_options_are_errors_before_the_server_starts(
         serve(ServeOptions(port=0, data_dir=tmp_path, models={"tiny": str(model_dir)}, **options))
 
 
-def test_the_command_lists_and_drains_the_replicas_of_a_server(
+def test_the_command_lists_drains_and_adds_the_replicas_of_a_server(
     model_dir, tmp_path, undisturbed, capsys
 ):
     def fleet(*arguments: str) -> list[dict[str, Any]]:
@@ -200,4 +220,13 @@ def test_the_command_lists_and_drains_the_replicas_of_a_server(
         assert "is the only one that takes work" in capsys.readouterr().err
         assert main(["fleet", "drain", "7", "--base-url", server.url]) == 1
         assert "replica 7: there is no such replica" in capsys.readouterr().err
+        assert server.stop() == 0
+    with running_server(tmp_path, model_dir, *options) as server:
+        states = [row["state"] for row in fleet("status")]
+        assert (states[drained[0]], states[1 - drained[0]]) == ("drained", "running")
+        assert fleet("add")[drained[0]]["state"] == "starting"
+        deadline = time.monotonic() + WAIT
+        while fleet("status")[drained[0]]["state"] != "running":
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
         assert server.stop() == 0

@@ -594,7 +594,7 @@ async def test_a_step_whose_gradient_is_stored_as_failed_is_never_left_out(
             answer = await client.answer(await model.submit(adam(model.model_id)))
             assert isinstance(answer, Failed)
             assert answer.error_class == "DamagedFileError"
-            assert "Create a new client from your last checkpoint" in answer.message
+            assert f"Create a new client from your last checkpoint, {saved};" in answer.message
             assert f"applied {second}, but a request before it is stored as failed" in caplog.text
             assert await client.answer(second) == applied
             await other.step(1)

@@ -130,8 +130,12 @@ class ModelAdapter:
                 raise
         raise Abandoned(
             f"model_id={self.id!r} cannot be loaded: {_MAX_LOSSES} replicas were lost while they "
-            "loaded it. Create a new client from your last checkpoint"
+            f"loaded it. {await self.advice()}"
         )
+
+    async def advice(self) -> str:
+        """Return what the client does if this model cannot be restored."""
+        return await self._replay.advice(self.row)
 
     async def repeat(self, row: RequestRow) -> None:
         """Repeat the effect of an answered request."""

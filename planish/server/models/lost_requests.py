@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from planish.errors import is_out_of_memory
 from planish.server.durable.request_log import RequestLog
 from planish.server.models.adapter import ModelAdapter
 from planish.server.models.request_queue import QueueItem
@@ -59,7 +60,15 @@ class LostRequests:
         if self._items:
             await self._put_back()
         await adapter.remove_from_engine()
-        await self._request_log.disk_faults.retry_until_fixed(adapter.restore, adapter.id)
+        try:
+            await self._request_log.disk_faults.retry_until_fixed(adapter.restore, adapter.id)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise Abandoned(
+                f"model_id={adapter.id!r}: the replica that trained it was lost, and the replica "
+                f"that should continue it lacks the memory ({error}). {await adapter.advice()}"
+            ) from error
 
     async def _put_back(self) -> None:
         """Return the items to the queue. Answered requests between them are repeated in their turn."""

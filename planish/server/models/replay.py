@@ -27,11 +27,11 @@ import orjson
 
 from planish.errors import CheckpointError, DamagedFileError, UserError
 from planish.server.durable import journal
-from planish.server.durable.checkpoints import private_copy_path, snapshot_name
+from planish.server.durable.checkpoints import IS_UNEXPIRED, private_copy_path, snapshot_name
 from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.crash_points import crash_point
 from planish.server.durable.journal import RequestRow
-from planish.server.durable.records import ModelRow, select, update_row
+from planish.server.durable.records import CheckpointRow, ModelRow, select, update_row
 from planish.server.durable.request_log import RequestLog
 from planish.server.durable.store import Store, Transaction
 from planish.server.engine_client import EngineClient
@@ -169,9 +169,21 @@ class Replay:
         except (DamagedFileError, CheckpointError) as error:
             _log.error("%s cannot be loaded until the file is restored: %s", row.id, error)
             raise DamagedFileError(
-                f"model_id={row.id!r} cannot be loaded ({error}). Create a new client from your "
-                "last checkpoint; the server's operator may have the file in a backup"
+                f"model_id={row.id!r} cannot be loaded ({error}). {await self.advice(row)}; the "
+                "server's operator may have the file in a backup"
             ) from error
+
+    async def advice(self, row: ModelRow) -> str:
+        """Return what the client of a model does that cannot be restored. The text names the newest
+        training checkpoint of the model.
+        """
+        where = (
+            f"run = ? AND {IS_UNEXPIRED} AND instr(path, '/weights/') ORDER BY created DESC LIMIT 1"
+        )
+        saved = await self._store.read(select, CheckpointRow, where, [row.id, time.time()])
+        if not saved:
+            return "Create a new client; this model has no checkpoint"
+        return f"Create a new client from your last checkpoint, {saved[0].checkpoint.tinker_path}"
 
     async def repeat(self, row: RequestRow, adapter: AdapterState, republish: Republish) -> None:
         """Repeat the effect of an answered request on a model, and update `adapter`."""
