@@ -82,7 +82,7 @@ def test_the_script_of_the_readme_runs(workplace):
 def test_the_second_script_of_the_readme_trains_on_a_custom_reward(workplace):
     [_, script] = scripts_of_the_readme()
     assert len(script.splitlines()) <= 25
-    (workplace / "rewards.py").write_text(script.replace("max_steps=20", "max_steps=2"))
+    (workplace / "rewards.py").write_text(script.replace("num_epochs=5", "max_steps=2"))
     text = (ROOT / "README.md").read_text()
     [row] = re.findall(r"`(\{\"prompt\".*?\})`", text)
     (workplace / "questions.jsonl").write_text(f"{row}\n" * 32)

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -13,7 +14,7 @@ from pathlib import Path, PurePath
 import pytest
 import torch
 import yaml
-from release import build_dist, run_demo, write_checksums
+from release import build_dist, run_demo, run_in_container, write_checksums
 
 from planish.model.kernels.cpp.build import INSTRUCTIONS
 
@@ -119,3 +120,27 @@ def test_the_container_file_copies_files_that_are_there():
     names = [name for line in sources for name in line]
     assert "planish" in names
     assert [name for name in names if not (ROOT / name).exists()] == []
+    [base] = re.findall(r"^ARG BASE_IMAGE=(.+)$", text, re.MULTILINE)
+    assert re.search(r":[\w.-]+@sha256:[0-9a-f]{64}$", base), "a digest pins the base image"
+    assert re.findall(r"^FROM (.+)$", text, re.MULTILINE) == ["${BASE_IMAGE}"]
+
+
+CONTAINER = """
+FROM scratch
+COPY busybox /bin/busybox
+RUN ["/bin/busybox", "mkdir", "/data"]
+"""
+
+
+@pytest.mark.slow
+def test_a_container_file_is_built_and_run(tmp_path):
+    """`make release` does this with deploy/Containerfile, which downloads its base image."""
+    busybox = shutil.which("busybox")
+    if busybox is None or shutil.which("buildah") is None or os.geteuid() != 0:
+        pytest.skip("needs buildah, busybox-static, and root")
+    shutil.copy(busybox, tmp_path / "busybox")
+    (tmp_path / "Containerfile").write_text(CONTAINER)
+    printed = run_in_container(tmp_path / "Containerfile", tmp_path, ("/bin/busybox", "ls", "/"))
+    assert {"bin", "data"} <= set(printed.split())
+    with pytest.raises(SystemExit, match="Containerfile failed|no-such-program"):
+        run_in_container(tmp_path / "Containerfile", tmp_path, ("/no-such-program",))

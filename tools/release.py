@@ -6,7 +6,8 @@
 `release` installs the wheel with each given Python in a new environment, as a user would, and runs
 the demo there in its quick form. In the environment of the Python that runs this program, every
 package is installed by its hash, from the requirements.txt that it writes first. It lists the
-packages of that environment as a software bill of materials (CycloneDX).
+packages of that environment as a software bill of materials (CycloneDX). If buildah is installed, it
+builds the image of deploy/Containerfile, and runs planish in it.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from planish.model.kernels.cpp.build import PREBUILT, build_prebuilt
@@ -138,6 +140,31 @@ def write_bill_of_materials(wheel: Path, python: Path, work: Path) -> None:
     subprocess.run([*command, str(python)], check=True)
 
 
+def run_in_container(containerfile: Path, context: Path, command: Sequence[str]) -> str:
+    """Build an image with buildah, run a command in it, and return what the command printed. The
+    image is removed. Raise SystemExit with the output of buildah if a step fails.
+
+    chroot isolation needs no more rights than root in a container has.
+    """
+    image = f"localhost/planish-check-{os.getpid()}"
+
+    def buildah(*words: str) -> str:
+        program = ["buildah", "--storage-driver", "vfs", *words]
+        done = subprocess.run(program, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(program)} failed:\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+    isolated = ("--isolation", "chroot")
+    buildah("build", *isolated, "-f", str(containerfile), "-t", image, str(context))
+    container = buildah("from", image).strip()
+    try:
+        return buildah("run", *isolated, container, "--", *command)
+    finally:
+        buildah("rm", container)
+        buildah("rmi", image)
+
+
 def release(pythons: list[str]) -> None:
     """Make and check all files of a release. `pythons` are further Pythons to check with."""
     wheel = build_dist()
@@ -152,6 +179,11 @@ def release(pythons: list[str]) -> None:
             else:
                 check_install(wheel, python, work, None)
                 shutil.rmtree(work / Path(python).name)
+    if shutil.which("buildah") is None:
+        print("buildah is not installed: deploy/Containerfile is not built")
+    else:
+        containerfile = ROOT / "deploy" / "Containerfile"
+        print(run_in_container(containerfile, ROOT, ("planish", "--version")), end="")
     write_checksums(DIST)
 
 

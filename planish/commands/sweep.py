@@ -54,6 +54,10 @@ _METRICS = ("test/env/all/correct", "test/nll", "optim/entropy")
 """Metrics of the table besides the run's reward, if a run has them."""
 
 
+_MAX_NAME_LENGTH = 255
+"""Of a file's name, on the file systems of Linux."""
+
+
 @dataclass(frozen=True)
 class SweptRun:
     """One combination of values."""
@@ -98,8 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     module = import_recipe(arguments.recipe)
     directory, runs = plan(arguments.recipe, module, arguments.options)
-    for one in runs:
-        check_options(module, one)
+    check_runs(module, runs)
     is_file = arguments.recipe.endswith(".py")
     program = [arguments.recipe] if is_file else ["-m", module_name(arguments.recipe)]
     with lock_directory(directory, "log_path", "this sweep"):
@@ -166,6 +169,13 @@ def plan(recipe: str, module: ModuleType, words: Sequence[str]) -> tuple[Path, l
         options = [f"{name}={value}" for name, value in (fixed | values).items()]
         label = ",".join(f"{name}={value}" for name, value in values.items())
         runs.append(SweptRun(values, options, directory / re.sub(r"[^\w.,=+-]", "_", label)))
+    for one in runs:
+        if len(one.directory.name) > _MAX_NAME_LENGTH:
+            raise UserError(
+                f"the directory of a run would have a name of {len(one.directory.name)} characters, "
+                f"and {_MAX_NAME_LENGTH} are possible: {one.directory.name}; sweep shorter values, "
+                "such as links to long paths"
+            )
     if len({one.directory for one in runs}) < len(runs):
         raise UserError(
             "two values differ only in characters that a directory's name cannot have; sweep them "
@@ -180,14 +190,27 @@ def is_sequence(module: ModuleType, name: str) -> bool:
     return field is not None and get_origin(field.final_type) in (tuple, list)
 
 
-def check_options(module: ModuleType, run: SweptRun) -> None:
-    """Raise UserError for wrong options of a run. Nothing is loaded or written."""
+def check_runs(module: ModuleType, runs: Sequence[SweptRun]) -> None:
+    """Raise UserError for wrong options of a run, and for two runs with equal options, such as
+    1e-4 and 0.0001. Nothing is loaded or written.
+    """
+    names: dict[str, str] = {}
+    for one in runs:
+        options = chz.asdict(check_options(module, one), include_type=True)
+        name = names.setdefault(repr(options | {"log_path": None}), one.directory.name)
+        if name != one.directory.name:
+            raise UserError(f"{name} and {one.directory.name} are the same run; give one of them")
+
+
+def check_options(module: ModuleType, run: SweptRun) -> Any:
+    """Return the options of a run. Raise UserError for wrong ones. Nothing is loaded or written."""
     try:
         options = read_recipe_options(module, [*run.options, f"log_path={run.directory}"])
         check_fields(options)
         if isinstance(options, RecipeOptions):
             with instead_of_training(_check_config):
                 module.main(options)
+        return options
     except UserError as error:
         raise UserError(f"{error} (in {run.directory.name}; no run was started)") from error
 

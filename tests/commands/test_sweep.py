@@ -58,6 +58,11 @@ def test_each_combination_is_a_run_with_a_directory():
         (["math_rl", "seed=1,2", "seed=3"], "seed is given twice"),
         (["math_rl", "log_path=a,b"], "log_path is the one directory of the sweep"),
         (["math_rl", "dataset=a/b,a:b"], "differ only in characters"),
+        (["math_rl", "env=gsm8k", f"dataset={'a' * 250},b"], "name of 258 characters, and 255 are"),
+        (
+            ["math_rl", "env=arithmetic", "learning_rate=1e-4,0.0001"],
+            "learning_rate=1e-4 and learning_rate=0.0001 are the same run",
+        ),
         (["math_rl", "sede=1,2"], "sede"),
         (["math_rl", "seed=1,x"], "seed=x; no run was started"),
         (["math_rl", "env=arithmetic", "learning_rate=1e-4,0"], "learning_rate=0; no run was"),
