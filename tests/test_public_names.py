@@ -38,6 +38,7 @@ NAMES = [
 
 METHODS = {
     "ServiceClient": {
+        "get_tokenizer",
         "create_lora_training_client",
         "create_training_client_from_state",
         "create_training_client_from_state_with_optimizer",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from planish.client.futures import in_thread
 from planish.client.local import connect, resolve_server_url, start_engine
@@ -25,6 +25,9 @@ from planish.client.training_client import TrainingClient
 from planish.errors import UnsupportedError, UserError
 from planish.service import CreateModel, Service, UnloadModel
 from planish.types import CheckpointPath, GetServerCapabilitiesResponse, LoraConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class ServiceClient(RefusesMethods):
@@ -256,6 +259,12 @@ class ServiceClient(RefusesMethods):
     def create_rest_client(self) -> RestClient:
         """Create a client that lists base models and checkpoints, and deletes checkpoints."""
         return RestClient(self._session.service)
+
+    def get_tokenizer(self, base_model: str) -> PreTrainedTokenizerBase:
+        """Return a base model's tokenizer. The model is not loaded."""
+        return self._session.tokenizer(base_model)
+
+    get_tokenizer_async = in_thread(get_tokenizer)
 
     def get_telemetry(self) -> None:
         """Return None: planish sends no telemetry."""

@@ -130,6 +130,11 @@ def train(config: Config, service_client: ServiceClient) -> Path:
     warn_of_partial_batch(len(conversations), config.batch_size, "examples")
     steps = config.num_epochs * steps_per_epoch
     steps = steps if config.max_steps is None else min(steps, config.max_steps)
+    # The tokenizer suffices to check the rows, before the model is loaded.
+    tokenizer = service_client.get_tokenizer(config.model_name)
+    renderer = choose_renderer(config.renderer_name, config.model_name, tokenizer)
+    check_data(conversations, renderer, config, "train")
+    check_data(test_conversations, renderer, config, "test")
     with RunDirectory(
         config.log_path,
         chz.asdict(config),
@@ -144,11 +149,6 @@ def train(config: Config, service_client: ServiceClient) -> Path:
         run.resume_at(start.batch)
         training_client = start.training_client
         checkpoints = RunCheckpoints(start, run, config.ttl_seconds)
-        renderer = choose_renderer(
-            config.renderer_name, config.model_name, training_client.get_tokenizer()
-        )
-        check_data(conversations, renderer, config, "train")
-        check_data(test_conversations, renderer, config, "test")
         with (
             StepDisplay(steps, start.batch) as display,
             save_when_stopped(checkpoints, display) as stop,

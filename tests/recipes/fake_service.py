@@ -50,6 +50,8 @@ class FakeService:
     states: dict[str, Weights] = field(default_factory=dict)
     operations: list[str] = field(default_factory=list)
 
+    models: list[str] = field(default_factory=list)
+    """The base models of the training clients, which were loaded."""
     context: int | None = None
     """The context length of the model, in tokens."""
 
@@ -61,6 +63,9 @@ class FakeService:
             raise Killed
         self.operations.append(operation)
 
+    def get_tokenizer(self, base_model: str) -> Any:
+        return self.tokenizer
+
     def create_rest_client(self) -> "FakeRestClient":
         return FakeRestClient(self)
 
@@ -71,6 +76,7 @@ class FakeService:
         seed: int | None,
         user_metadata: Mapping[str, str] | None = None,
     ) -> "FakeTrainingClient":
+        self.models.append(base_model)
         return FakeTrainingClient(self, Weights(), base_model, rank)
 
     def create_training_client_from_state(

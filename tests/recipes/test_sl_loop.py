@@ -122,7 +122,9 @@ def test_conversations_of_a_file_with_a_falling_rate(service, tmp_path):
         ({"body": "a"}, r"line 7: the row has \['body'\]"),
     ],
 )
-def test_a_row_that_cannot_be_trained_on_is_named_before_any_step(service, tmp_path, row, message):
+def test_a_row_that_cannot_be_trained_on_is_named_before_the_model_is_loaded(
+    service, tmp_path, row, message
+):
     good = {
         "messages": [
             {"role": "user", "content": "Say it."},
@@ -133,7 +135,7 @@ def test_a_row_that_cannot_be_trained_on_is_named_before_any_step(service, tmp_p
     path.write_text("".join(json.dumps(each) + "\n" for each in [*[good] * 6, row]))
     with pytest.raises(UserError, match=message):
         sl_loop.train(options(path, tmp_path), service)
-    assert service.operations == []
+    assert service.operations == service.models == []
     path.write_text((json.dumps(good) + "\n") * 6)
     assert len(read_rows(sl_loop.train(options(path, tmp_path), service) / "metrics.jsonl")) == 1
 
@@ -158,7 +160,7 @@ def test_a_max_length_that_leaves_no_target_is_rejected_at_the_start(
         UserError, match="max_length=32: in every train row, the answer begins after that"
     ):
         sl_loop.train(options(sums_dataset, tmp_path, max_length=32, eval_examples=2), service)
-    assert service.operations == []
+    assert service.operations == service.models == []
 
 
 def test_what_is_too_long_is_cut_and_counted_or_left_out_and_counted(tokenizer):
