@@ -65,6 +65,7 @@ class ServiceClient(RefusesMethods):
         max_batch: int | None = None,
         substitute_losses: Mapping[str, str] | None = None,
         quantize: str | None = None,
+        tensor_parallel: int | None = None,
         engine: str = "thread",
         replicas: int | None = None,
         ray: str | None = None,
@@ -78,7 +79,7 @@ class ServiceClient(RefusesMethods):
         The other options are for an engine on this machine. `models` maps names of base models to
         directories, or to themselves, for models that are used together on a GPU. `data_dir` is the
         directory for checkpoints (default: PLANISH_DATA, else ~/.local/share/planish/runs). The
-        options from `dtype` to `quantize` are the fields of
+        options from `dtype` to `tensor_parallel` are the fields of
         `planish.engine.settings.EngineSettings`; None means the default. With `engine="process"`,
         the engine runs in a process of its own, with the same results. The engine then does not
         share Python's interpreter lock with the caller. If the process dies, operations raise
@@ -105,6 +106,7 @@ class ServiceClient(RefusesMethods):
             "max_batch": max_batch,
             "substitute_losses": substitute_losses,
             "quantize": quantize,
+            "tensor_parallel": tensor_parallel,
         }
         if isinstance(user_metadata, str):
             raise UserError(

@@ -31,9 +31,11 @@ from planish.engine.settings import (
     choose_dtype,
     head_shape,
     kernel_shapes,
+    shard_devices,
 )
 from planish.engine.training.trainer import Trainer
 from planish.errors import UnknownModelError, UnsupportedError, UserError
+from planish.model.base_decoder import BaseDecoder
 from planish.model.config import ModelConfig
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
@@ -45,6 +47,8 @@ from planish.model.kernels.verdicts import Verdict
 from planish.model.loading import load_decoder
 from planish.model.quantization import check_quantizable
 from planish.model.sources import checked_mapping, resolve_model
+from planish.model.tensor_parallel.decoder import ShardedDecoder, start_shards
+from planish.model.tensor_parallel.shards import check_shardable, shard_config
 from planish.model.weights import weights_fingerprint
 from planish.tokenizer import load_tokenizer
 
@@ -78,14 +82,28 @@ class BaseModel:
             _use_expandable_segments()
         # Check the kernels before the weights are loaded, because the check itself needs temporary
         # memory.
-        self.backend, _ = checked_backend(directory, config, settings)
+        num_shards = settings.num_shards
+        local_config = config
+        if num_shards > 1:
+            check_shardable(config, num_shards, settings.quantize)
+            local_config = shard_config(config, num_shards)
+        self.backend, verdicts = checked_backend(directory, local_config, settings)
         self.directory = directory
         self.config = config
         self.fingerprint = weights_fingerprint(directory)
         """Fingerprint of the weights; `config.fingerprint()` is that of the architecture."""
         self.quantize = settings.quantize
         """The quantization scheme of the weights, or None."""
-        self.decoder = load_decoder(directory, self.backend, self.quantize)
+        self._sharded_decoder: ShardedDecoder | None = None
+        """The decoder, if several processes share the model."""
+        if num_shards > 1:
+            families = [verdict.family for verdict in verdicts if verdict.passed]
+            devices = shard_devices(device, num_shards)
+            self._sharded_decoder = start_shards(directory, config, self.backend, devices, families)
+            self.decoder: BaseDecoder = self._sharded_decoder
+            self.backend = self.decoder.backend
+        else:
+            self.decoder = load_decoder(directory, self.backend, self.quantize)
         self._requires_batch_invariance = settings.deterministic is True
         self.trainer = Trainer(self.decoder, memory.trainer)
         self._tokenizer = _LazyTokenizer(directory)
@@ -140,8 +158,17 @@ class BaseModel:
         Device(self.device).synchronize()
 
     def is_lost(self) -> bool:
-        """Return whether the device is unusable, as a GPU is after an illegal memory access."""
+        """Return whether the device is unusable, as a GPU is after an illegal memory access, or
+        whether another process that shares the model has ended.
+        """
+        if self._sharded_decoder is not None and self._sharded_decoder.is_lost:
+            return True
         return Device(self.device).is_lost()
+
+    def close(self) -> None:
+        """End the other processes that share the model."""
+        if self._sharded_decoder is not None:
+            self._sharded_decoder.close()
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -343,5 +370,7 @@ class BaseModels:
             load_locks = list(self._load_locks.items())
         for directory, lock in load_locks:
             with lock:
-                self._loaded.pop(directory, None)
+                model = self._loaded.pop(directory, None)
+                if model is not None:
+                    model.close()
                 self._memory.release(directory)

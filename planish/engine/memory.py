@@ -34,6 +34,7 @@ from planish.model.kernels.device import Device
 from planish.model.kv_cache import max_pool_bytes, max_reservable_bytes
 from planish.model.lora import LoraLayout
 from planish.model.quantization import DEQUANTIZATION_BYTES
+from planish.model.tensor_parallel.shards import check_shardable, shard_config
 from planish.model.vision.tower import workspace_bytes
 from planish.model.weight_sizes import (
     code_bytes,
@@ -164,8 +165,14 @@ class DeviceMemory:
 
     @cached_property
     def _usable_bytes(self) -> int | None:
-        """The usable memory of the device, measured once before the first base model is loaded."""
-        return self._device_bytes or usable_bytes(self.device)
+        """The usable memory of the device, measured once before the first base model is loaded.
+
+        The ranks of tensor parallelism on a CPU divide the main memory equally.
+        """
+        usable = self._device_bytes or usable_bytes(self.device)
+        if usable is None or Device(self.device).is_gpu:
+            return usable
+        return usable // self._settings.num_shards
 
     def _budget_for(self, directory: Path) -> ModelMemory:
         """Return the budget of a base model, given the base models that are loaded or expected."""
@@ -281,11 +288,22 @@ class _ModelNeeds:
         config, dtype = ModelConfig.from_directory(directory), choose_dtype(settings.dtype, device)
         backend = choose_backend(config, dtype, device, deterministic=False)
         adapter = adapter_bytes(backend, LoraConfig(rank=_planned_rank(config)))
+        num_vocabulary_values = 0
+        if settings.num_shards > 1:
+            # The needs are those of rank 0, which has the whole optimizer state of an adapter and
+            # a part of everything else.
+            check_shardable(config, settings.num_shards, settings.quantize)
+            num_vocabulary_values = config.vocab_size * config.hidden_size
+            num_vocabulary_values *= 1 if config.tied_head else 2
+            num_vocabulary_values -= num_vocabulary_values // settings.num_shards
+            config = shard_config(config, settings.num_shards)
+            backend = choose_backend(config, dtype, device, deterministic=False)
         reserved_adapter_bytes = adapter.training + adapter.sampling if reserves_adapters else 0
         scheme = settings.quantize or stored_scheme(config)
         # Weights that the checkpoint stores as MXFP4 codes have a single copy: the packed codes.
         mxfp4_code_bytes = mxfp4_bytes(config)
         unquantized = unquantized_bytes(config, dtype.itemsize, scheme) - mxfp4_code_bytes
+        unquantized -= num_vocabulary_values * dtype.itemsize
         codes = mxfp4_code_bytes + (linear_bytes(config, scheme) if scheme is not None else 0)
         one_copy_bytes = unquantized + codes
         all_copies_bytes = backend.weight_copies * unquantized + codes

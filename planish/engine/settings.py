@@ -80,6 +80,10 @@ class EngineSettings:
     Sampler and trainer read the same quantized weights. Embeddings, head and norms are not
     quantized. See model/quantization.py for the schemes.
     """
+    tensor_parallel: int | None = None
+    """The number of devices of this machine that share each base model; None is 1. On a CPU, the
+    number of processes.
+    """
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", *DTYPES):
@@ -102,7 +106,14 @@ class EngineSettings:
                 )
         checked_substitutes(self.substitute_losses or {})
         wants_graphs()
-        choose_device(self.device)
+        if self.tensor_parallel is not None:
+            check_num_shards(self.tensor_parallel)
+        shard_devices(choose_device(self.device), self.num_shards)
+
+    @property
+    def num_shards(self) -> int:
+        """The number of parts into which each base model is divided."""
+        return 1 if self.tensor_parallel is None else self.tensor_parallel
 
     @property
     def memory_limits(self) -> dict[str, int | None]:
@@ -134,6 +145,29 @@ def choose_device(name: str) -> torch.device:
     # torch.cuda.set_device needs an index. Without an index, "cuda" could be a different GPU in
     # each thread.
     return torch.device("cuda", device.index or 0) if Device(device).is_gpu else device
+
+
+def check_num_shards(tensor_parallel: int) -> None:
+    """Raise UserError unless `tensor_parallel` is a whole number of at least 1."""
+    value = tensor_parallel
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"tensor_parallel={value!r}: give a whole number of at least 1")
+
+
+def shard_devices(device: torch.device, tensor_parallel: int) -> list[torch.device]:
+    """Return the devices that share a base model: `device` and the GPUs after it.
+
+    Raises UserError if there are not enough of them.
+    """
+    if not Device(device).is_gpu:
+        return [device] * tensor_parallel
+    first, num_gpus = device.index or 0, torch.cuda.device_count()
+    if first + tensor_parallel > num_gpus:
+        raise UserError(
+            f"tensor_parallel={tensor_parallel} needs {tensor_parallel} GPUs from {device} on, and "
+            f"this process sees {num_gpus}; give at most {num_gpus - first}"
+        )
+    return [torch.device("cuda", first + rank) for rank in range(tensor_parallel)]
 
 
 def unused_gpu() -> str | None:

@@ -128,7 +128,7 @@ class LoadedAdapter:
 
     def sampler_weights(self, base: BaseModel) -> LoraWeights:
         """Return the compute copy for a sampler."""
-        return LoraWeights(self.layout, self.state["master"], base.backend)
+        return base.backend.lora_weights(self.layout, self.state["master"])
 
 
 @dataclass(eq=False)
@@ -147,8 +147,8 @@ class AddedVersion:
     def sampler_weights(self, base: BaseModel) -> LoraWeights:
         """Return the compute copy, which samplers and the trainer share."""
         if self.weights is None:
-            self.weights = LoraWeights(
-                self.model.layout, self.vector, base.backend, requires_grad=True
+            self.weights = base.backend.lora_weights(
+                self.model.layout, self.vector, requires_grad=True
             )
         return self.weights
 

@@ -86,8 +86,15 @@ class FleetPlan:
             )
 
 
-def check_replicas(device: str, replicas: int | None) -> None:
-    """Raise UserError for an invalid number of replicas, or for a device that they would share."""
+def check_replicas(device: str, replicas: int | None, tensor_parallel: int | None = None) -> None:
+    """Raise UserError for an invalid number of replicas, for a device that they would share, or for
+    replicas of several devices each.
+    """
+    if tensor_parallel is not None and tensor_parallel > 1:
+        raise UserError(
+            f"tensor_parallel={tensor_parallel}: a replica has one device; leave out either "
+            "tensor_parallel, or replicas and ray"
+        )
     if replicas is not None and (
         isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1
     ):

@@ -34,7 +34,7 @@ def start_fleet(
     See `plan_fleet`.
     """
     device = settings.get("device", "auto")
-    check_replicas(device, replicas)
+    check_replicas(device, replicas, settings.get("tensor_parallel"))
     options = checked_options(models, data_dir, settings)
     return plan_fleet(device, replicas, ray).start(options)
 

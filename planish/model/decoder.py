@@ -47,6 +47,7 @@ from planish.model.operations import (
 )
 from planish.model.quantization import Fp8Weight, Mxfp4Weight, check_quantizable, quantize
 from planish.model.rope import RotaryEmbedding, Rotation, half_pairing_order, query_scales
+from planish.model.tensor_parallel.collectives import Collectives
 from planish.model.vision.image_tokens import ImageRegistry
 from planish.model.vision.tower import VisionTower
 from planish.model.weights import load_weights, scale_name
@@ -67,6 +68,8 @@ class Decoder:
         self.config, self.backend = backend.config, backend
         self.images: ImageRegistry | None = None
         self.vision: VisionTower | None = None
+        self.collectives: Collectives | None = None
+        """The sums over the ranks of tensor parallelism, if `weights` are the part of one rank."""
         config, loader = backend.config, _WeightLoader(weights, backend, quantize)
         self.embedding = loader.weight("model.embed_tokens.weight")
         """[V, D] in the model's dtype."""
@@ -150,13 +153,25 @@ class Decoder:
         """The device of the weights."""
         return self.backend.device
 
+    def weight_bytes(self) -> int:
+        """Return the bytes of the embedding and of the head and the layers in one copy."""
+        dense = [layer.mlp for layer in self.layers if isinstance(layer.mlp, DenseMLP)]
+        linears = [linear for layer in self.layers for linear in (layer.qkv, layer.o)]
+        linears += [linear for mlp in dense for linear in (mlp.gate_up, mlp.down)]
+        num_values = sum(sum(linear.sizes) * linear.fan_in for linear in linears)
+        num_values += self.embedding.numel() * (1 if self.config.tied_head else 2)
+        return num_values * self.dtype.itemsize
+
     def decode_pass(self) -> ForwardPass | None:
         """Return a forward pass for decoding steps that is faster than `forward`, or None."""
         return self.backend.decode_pass(self)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings [T, D] in the model's dtype."""
-        x = self.embedding[tokens]
+        if self.collectives is None:
+            x = self.embedding[tokens]
+        else:
+            x = self.collectives.embed(self.embedding, tokens)
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
     def forward(
@@ -190,6 +205,7 @@ class Decoder:
             recurrence,
             scales,
             self.head_dim_order,
+            self.collectives,
         )
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
@@ -225,6 +241,8 @@ class _ForwardPass:
     """The factor of each row's queries: float32 [T, 1, 1]."""
     head_dim_order: Tensor | None = None
     """The order of each head's dimensions in queries and keys (see `Decoder`)."""
+    collectives: Collectives | None = None
+    """See `Decoder`."""
 
     def layer(
         self, index: int, layer: Layer, x: Tensor, residual: Tensor | None
@@ -367,6 +385,14 @@ class _ForwardPass:
         The LoRA outputs of each row's adapter are already added. `module`: the name of the target
         module (see `fused_module_names`).
         """
+        if self.collectives is None:
+            return self.own_linear(x, linear, layer, module)
+        if module.endswith("_in"):
+            return self.own_linear(self.collectives.column_input(x), linear, layer, module)
+        return self.collectives.row_output(self.own_linear(x, linear, layer, module))
+
+    def own_linear(self, x: Tensor, linear: PackedLinear, layer: int, module: str) -> Tensor:
+        """Return the outputs of `linear`, of which this process may have a part."""
         if self.adapters is None:
             return adapted_linear(self.backend, x, linear, None)
         if isinstance(self.adapters, LoraWeights):

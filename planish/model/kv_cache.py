@@ -114,6 +114,15 @@ def max_reservable_bytes(pool_bytes: float) -> float:
     return pool_bytes * 8 / 9
 
 
+@dataclass(frozen=True, eq=False)
+class KVChunk:
+    """A copy of the keys and values of some positions over all layers."""
+
+    keys: Tensor
+    """[layers, heads, positions, head_dim]. `values` has the same shape."""
+    values: Tensor
+
+
 class KVPool:
     """A pool of KV cache slots, each with `capacity` positions.
 
@@ -205,22 +214,20 @@ class KVPool:
         )
         return keys, values
 
-    def read(self, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return a copy of positions start .. stop - 1 of one slot over all layers.
-
-        The keys and the values have the shape [layers, heads, stop - start, head_dim].
-        """
-        return (
+    def read(self, slot: int, start: int, stop: int) -> KVChunk:
+        """Return a copy of positions start .. stop - 1 of one slot."""
+        return KVChunk(
             torch.stack([keys[slot, :, start:stop] for keys in self.keys]),
             torch.stack([values[slot, :, start:stop] for values in self.values]),
         )
 
-    def write(self, slot: int, start: int, chunk: tuple[Tensor, Tensor]) -> None:
-        """Write `chunk`, the result of an earlier `read`, into a slot, starting at `start`."""
+    def write(self, slot: int, chunks: Sequence[KVChunk]) -> None:
+        """Write the results of earlier `read`s one after another into a slot, from position 0."""
+        keys = torch.cat([chunk.keys for chunk in chunks], 2)
+        values = torch.cat([chunk.values for chunk in chunks], 2)
         for layer in range(self.spec.num_layers):
-            stop = start + chunk[0].shape[2]
-            self.keys[layer][slot, :, start:stop] = chunk[0][layer]
-            self.values[layer][slot, :, start:stop] = chunk[1][layer]
+            self.keys[layer][slot, :, : keys.shape[2]] = keys[layer]
+            self.values[layer][slot, :, : keys.shape[2]] = values[layer]
 
     def copy_from(
         self,
@@ -440,18 +447,20 @@ class SeparateKVPool(KVPool):
         layers = np.arange(self.spec.num_layers) * (half_bytes // max(1, self.spec.num_layers))
         return firsts + layers, firsts + layers + half_bytes
 
-    def read(self, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return a copy of positions start .. stop - 1 of one slot over all layers.
-
-        The keys and the values have the shape [layers, heads, stop - start, head_dim].
-        """
+    def read(self, slot: int, start: int, stop: int) -> KVChunk:
+        """Return a copy of positions start .. stop - 1 of one slot."""
         keys, values = self._contents(slot)[..., start:stop, :]
-        return keys.clone(), values.clone()
+        return KVChunk(keys.clone(), values.clone())
 
-    def write(self, slot: int, start: int, chunk: tuple[Tensor, Tensor]) -> None:
-        """Write `chunk`, the result of an earlier `read`, into a slot, starting at `start`."""
-        for target, source in zip(self._contents(slot), chunk, strict=True):
-            target[..., start : start + source.shape[2], :] = source
+    def write(self, slot: int, chunks: Sequence[KVChunk]) -> None:
+        """Write the results of earlier `read`s one after another into a slot, from position 0."""
+        keys, values = self._contents(slot)
+        start = 0
+        for chunk in chunks:
+            stop = start + chunk.keys.shape[2]
+            keys[..., start:stop, :] = chunk.keys
+            values[..., start:stop, :] = chunk.values
+            start = stop
 
     def copy_from(
         self,

@@ -265,10 +265,13 @@ class LoraLayout:
     ALPHA = 32
     """The numerator of the LoRA scaling alpha / rank."""
 
-    def __init__(self, model_config: ModelConfig, lora_config: LoraConfig) -> None:
+    def __init__(
+        self, model_config: ModelConfig, lora_config: LoraConfig, *, has_head: bool = True
+    ) -> None:
         """Lay out an adapter of a model.
 
-        `lora_config`: the adapter's rank, and the linears that it trains.
+        `lora_config`: the adapter's rank, and the linears that it trains. `has_head`: whether the
+        layout contains the adapter of the head, if there is one.
         """
         self.model_config = model_config
         self.lora_config = lora_config
@@ -295,7 +298,7 @@ class LoraLayout:
                         ],
                         num_experts_of(model_config, module_names),
                     )
-        if lora_config.train_unembed:
+        if lora_config.train_unembed and has_head:
             self._add_target_module(
                 [(head_name(model_config), model_config.vocab_size, model_config.hidden_size)]
             )
@@ -436,9 +439,16 @@ class LoraWeights:
         flat = torch.cat([grad.view(-1) for grad in grads])
         scaled = [flat[offset : offset + size] for offset, size, is_b in self._leaf_ranges if is_b]
         torch._foreach_mul_(scaled, self.layout.scaling)  # pyright: ignore[reportPrivateImportUsage]
+        self._clear_leaves()
+        return flat
+
+    def drop_grad(self) -> None:
+        """Clear the leaves' gradients, after an error."""
+        self._clear_leaves()
+
+    def _clear_leaves(self) -> None:
         for leaf in self.leaves:
             leaf.grad = None
-        return flat
 
 
 def _with_packed(

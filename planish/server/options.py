@@ -192,6 +192,12 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         choices=SCHEMES,
     )
     add(
+        "--tensor-parallel N",
+        "number of devices of this machine that share each base model, for models that do not fit "
+        "on one (docs/operators/scaling.md)",
+        type=int,
+    )
+    add(
         "--kv-cache-gib GIB",
         "maximum size of the KV cache of running samples, for each base model. Samples that "
         "do not fit wait. By default 4 on a CPU (less if the memory is small); on a GPU, the "
@@ -248,6 +254,7 @@ def options_of(arguments: argparse.Namespace) -> ServeOptions:
             device=arguments.device,
             dtype=arguments.dtype,
             quantize=arguments.quantize,
+            tensor_parallel=arguments.tensor_parallel,
             kv_cache_bytes=_gib_to_bytes("--kv-cache-gib", arguments.kv_cache_gib),
             prefix_cache_bytes=_gib_to_bytes(
                 "--prefix-cache-gib", arguments.prefix_cache_gib, allow_zero=True

@@ -43,7 +43,7 @@ from planish.errors import UserError
 from planish.files import make_directory
 from planish.fleet.drained import read_drained
 from planish.fleet.link import EngineOptions
-from planish.fleet.plan import FleetPlan, plan_fleet
+from planish.fleet.plan import FleetPlan, check_replicas, plan_fleet
 from planish.fleet.served import ServedFleet
 from planish.model.listing import list_models
 from planish.model.sources import DEFAULT_MODEL, resolve_model
@@ -181,6 +181,7 @@ def _check_options(options: ServeOptions) -> _CheckedOptions:
     plan = memory_plan(models, memory, options.settings)
     fleet = None
     if options.replicas is not None or options.ray is not None:
+        check_replicas(options.engine.device, options.replicas, options.engine.tensor_parallel)
         fleet = plan_fleet(
             options.engine.device, options.replicas, options.ray, read_drained(directory)
         )

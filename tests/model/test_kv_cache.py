@@ -179,7 +179,9 @@ def test_read_write_and_copy_touch_only_the_given_positions(kind):
         keys, values = pool.views(layer, owner.slot)
         keys.copy_(torch.arange(64.0)[None, :, None])
         values.copy_(-torch.arange(64.0)[None, :, None])
-    target.write(other.slot, 32, pool.read(owner.slot, 0, 32))
+    chunks = [pool.read(owner.slot, 8, 40), pool.read(owner.slot, 0, 32)]
+    target.write(other.slot, chunks)
+    assert layer_values(target, other.slot, 0)[1, 0, :32, 0].tolist() == list(range(8, 40))
     assert layer_values(target, other.slot, 0)[1, 0, 32:64, 0].tolist() == list(range(32))
     target.copy_from(pool, [owner.slot], [50], [other.slot], 10)
     assert layer_values(target, other.slot, 1)[0, 2, :10, 3].tolist() == [-x for x in range(50, 60)]

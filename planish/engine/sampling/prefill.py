@@ -26,7 +26,7 @@ from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.sampling.slots import Slots
 from planish.model.base_decoder import BaseDecoder
 from planish.model.delta_net import RecurrentState, StateSegment, state_bytes
-from planish.model.kv_cache import PrefillSpan
+from planish.model.kv_cache import KVChunk, PrefillSpan
 from planish.model.lora import AdapterRange
 from planish.model.positions import CHUNK, STATE_CHUNK
 
@@ -35,9 +35,8 @@ from planish.model.positions import CHUNK, STATE_CHUNK
 class CachedChunk:
     """One chunk of a cached prefix."""
 
-    keys: Tensor
-    """The keys [layers, heads, chunk, head_dim]. `values` has the same shape."""
-    values: Tensor
+    keys_values: KVChunk
+    """The keys and values of the chunk's positions."""
     hidden: Tensor
     """The final hidden states [chunk, D]. They give the logprobs of a cached prefix without another
     prefill.
@@ -96,11 +95,7 @@ class Prefill:
             : first_scored_chunk + self._max_tokens_per_step // self.chunk_size
         ]
         if cached_chunks:
-            self._slots.write(
-                prompt,
-                torch.cat([chunk.keys for chunk in cached_chunks], 2),
-                torch.cat([chunk.values for chunk in cached_chunks], 2),
-            )
+            self._slots.write(prompt, [chunk.keys_values for chunk in cached_chunks])
         hidden = [chunk.hidden for chunk in cached_chunks]
         states = [chunk.state for chunk in cached_chunks if chunk.state is not None]
         prompt.tensors = PromptTensors(chunk_hidden=hidden, chunk_states=states)
@@ -193,7 +188,7 @@ class Prefill:
         missing_chunks = self.prefix_cache.missing_chunks(prompt.cache_namespace, tokens)
         chunks = [
             CachedChunk(
-                *self._slots.read(prompt, i * chunk_size, (i + 1) * chunk_size),
+                self._slots.read(prompt, i * chunk_size, (i + 1) * chunk_size),
                 tensors.chunk_hidden[i],
                 states[i] if states else None,
             )

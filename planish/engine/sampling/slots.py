@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from planish.engine.sampling.requests import Prompt, RunningSample
 from planish.model.kv_cache import (
     KVBudget,
+    KVChunk,
     KVPool,
     KVPools,
     KVSpec,
@@ -68,18 +67,12 @@ class Slots:
         for prompt in prompts:
             self.prompt_pools.pool_for(prompt.capacity).allocate(prompt)
 
-    def write(self, prompt: Prompt, keys: Tensor, values: Tensor) -> None:
-        """Store the keys and values of a prompt's first positions.
+    def write(self, prompt: Prompt, chunks: Sequence[KVChunk]) -> None:
+        """Store the keys and values of a prompt's first positions, one chunk after another."""
+        self.prompt_pools.pool_for(prompt.capacity).write(prompt.slot, chunks)
 
-        Both have the shape [layers, heads, positions, head_dim].
-        """
-        self.prompt_pools.pool_for(prompt.capacity).write(prompt.slot, 0, (keys, values))
-
-    def read(self, prompt: Prompt, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return copies of a prompt's keys and values at positions start .. stop - 1.
-
-        Both have the shape [layers, heads, stop - start, head_dim].
-        """
+    def read(self, prompt: Prompt, start: int, stop: int) -> KVChunk:
+        """Return a copy of a prompt's keys and values at positions start .. stop - 1."""
         return self.prompt_pools.pool_for(prompt.capacity).read(prompt.slot, start, stop)
 
     def prefill_span(self, prompt: Prompt, row: int, count: int) -> PrefillSpan:

@@ -61,7 +61,7 @@ class Adapter:
         self._rejection: UserError | None = None
 
     def _compute_copy(self) -> LoraWeights:
-        return LoraWeights(self.layout, self.master, self._backend, requires_grad=True)
+        return self._backend.lora_weights(self.layout, self.master, requires_grad=True)
 
     def snapshot(self) -> LoraWeights:
         """Return the current version for samplers. It is immutable and shared, not copied."""

@@ -375,7 +375,7 @@ class Trainer:
                 else None
             )
         except BaseException:
-            call.weights.collect_grad()
+            call.weights.drop_grad()
             raise
         flat_logprobs = logprobs.detach()
         logprob_arrays = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from planish.model.config import ModelConfig
 from planish.model.expert_pairs import ExpertKernels
@@ -27,6 +28,7 @@ from planish.model.kernels.interface import (
 )
 from planish.model.kernels.row_tiling import RowTiling
 from planish.model.kv_cache import KVSpec
+from planish.model.lora import LoraLayout, LoraWeights
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,12 @@ class Backend:
         """Return a faster forward pass for decoding steps, or None (see `DecodePasses`)."""
         passes = self.parts.decode_passes
         return None if passes is None else passes.decode_pass(decoder)
+
+    def lora_weights(
+        self, layout: LoraLayout, master: Tensor, requires_grad: bool = False
+    ) -> LoraWeights:
+        """Return the compute copy of one version of an adapter (see `LoraWeights`)."""
+        return LoraWeights(layout, master, self, requires_grad)
 
     def with_parts(self, parts: Parts) -> Backend:
         """Return a backend for the same model with other parts."""

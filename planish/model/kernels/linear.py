@@ -58,6 +58,7 @@ class PackedLinear:
         again; with it the unpacked weights are never kept.
         """
         self.sizes = [len(weight) for weight in weights]
+        self.fan_in = weights[0].shape[1]
         present = [bias for bias in biases if bias is not None]
         assert len(present) in (0, len(weights))
         self.bias = torch.cat(present) if present else None
@@ -148,6 +149,7 @@ class QuantizedLinear(PackedLinear):
     ) -> None:
         """`weights`: [out_i, in] each. `biases`: as in PackedLinear. `packed`: the same weights."""
         self.sizes = [weight.shape[0] for weight in weights]
+        self.fan_in = weights[0].shape[1]
         present = [bias for bias in biases if bias is not None]
         self.bias = torch.cat(present) if present else None
         self.packed = self._packed = packed

@@ -149,7 +149,13 @@ def test_the_prefix_cache_counts_the_bytes_of_states(decoder, tiling):
     answer(sampler, request(prompt))
     (chunk,) = sampler._prefill.prefix_cache.find((id(None), ""), prompt)
     assert chunk.state is not None
-    parts = (chunk.keys, chunk.values, chunk.hidden, chunk.state.conv, chunk.state.matrices)
+    parts = (
+        chunk.keys_values.keys,
+        chunk.keys_values.values,
+        chunk.hidden,
+        chunk.state.conv,
+        chunk.state.matrices,
+    )
     total = sum(part.nbytes for part in parts)
     assert total > size
     for slack in (-1, 0):

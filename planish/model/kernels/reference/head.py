@@ -69,7 +69,7 @@ class TorchHead:
         float32_logits: Tensor | None = None,
     ) -> ExactLogits:
         """Find the k largest `logits` of each row, and return them recomputed in float32."""
-        tokens = _top_tokens(logits, k)
+        tokens = top_tokens(logits, k)
         rows = torch.arange(hidden.shape[0], device=hidden.device).repeat_interleave(k)
         exact = self.token_logits(hidden, head, adapters, rows, tokens.flatten())
         exact = exact.view(tokens.shape)
@@ -154,7 +154,7 @@ class TorchHeadAdapters:
             out[own_pairs] += (lora_hidden.to(out.dtype) * b.to(out.dtype)).sum(-1)
 
 
-def _top_tokens(logits: Tensor, k: int) -> Tensor:
+def top_tokens(logits: Tensor, k: int) -> Tensor:
     """Return the indices [R, k] of the k largest logits of each row.
 
     The k largest logits lie in the k blocks with the largest maxima. So one pass over the logits
