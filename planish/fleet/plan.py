@@ -23,6 +23,7 @@ from planish.fleet.ray_link import (
     leave_cluster,
     num_machines,
     start_cluster,
+    wait_for_devices,
 )
 from planish.fleet.served import ServedFleet
 from planish.model.kernels.device import Device
@@ -133,6 +134,9 @@ def plan_fleet(
     absent = frozenset(drained) & frozenset(range(count))
     if len(absent) == count:
         raise UserError(f"replicas={count}: all of them were drained; give a larger number")
+    if ray is not None:
+        free = wait_for_devices("GPU" if uses_gpus else "CPU", count - len(absent))
+        gpus, cpus = (free, cpus) if uses_gpus else (gpus, free)
     num_devices, kind = (gpus, "GPUs") if uses_gpus else (cpus, "CPUs")
     if count - len(absent) > num_devices:
         where = "this machine has" if ray is None else "free in the cluster are"

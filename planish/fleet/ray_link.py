@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,10 +29,20 @@ _CONNECT_SECONDS = 5.0
 _START_ATTEMPTS = 4
 _CHECK_SECONDS = 1.0
 """How often a waiting call checks whether its replica was given up."""
+_FREE_SECONDS = 20.0
+_SLOW_START_SECONDS = 60.0
 HEAD_SECONDS = 20.0
 """If the head of the cluster does not answer for so long, the fleet ends. It must be less than the
 60 s after which Ray ends this process without an exception (gcs_rpc_server_reconnect_timeout_s).
 """
+
+
+_SLOW_START = (
+    "a replica has not started for 60 s: it waits for a free device in the cluster (see `ray "
+    "status`), or its machine reads Python packages slowly"
+)
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -89,12 +101,17 @@ class RayLink:
         self._actor = actor_class.remote()
         self._was_killed = threading.Event()
         self.machine: Machine | None = None
+        warning = threading.Timer(_SLOW_START_SECONDS, _log.warning, [_SLOW_START])
+        warning.daemon = True
+        warning.start()
         try:
             self.machine = self._call(self._actor.machine)
             self.request("start", options)
         except BaseException:
             self.kill()
             raise
+        finally:
+            warning.cancel()
 
     def request(self, name: str, *args: Any) -> Any:
         """Call a method of the host. See `Link`. An argument may be the result of `ray.put`."""
@@ -263,6 +280,19 @@ def free_devices(kind: str) -> int:
     wait for a device that another program occupies.
     """
     return int(import_ray().available_resources().get(kind, 0))
+
+
+def wait_for_devices(kind: str, needed: int) -> int:
+    """Return `free_devices`. If the cluster has the needed devices and they are occupied, first wait
+    for them: Ray needs some seconds to free those of a program that was killed.
+    """
+    deadline = time.monotonic() + _FREE_SECONDS
+    while True:
+        free = free_devices(kind)
+        total = int(import_ray().cluster_resources().get(kind, 0))
+        if not free < needed <= total or time.monotonic() > deadline:
+            return free
+        time.sleep(0.2)
 
 
 def num_machines() -> int:

@@ -3,9 +3,9 @@
     python tests/fleet/kill_replicas.py --count 30 --seed 1
 
 The victims are the replicas that are not the home of the model. Half of them get SIGKILL, and half
-SIGSTOP. With --homes, homes get SIGKILL too; the run then continues from its last checkpoint. The
-program ends with status 1 if a step was lost or repeated, or if any token, logprob, loss or weight
-differs from that of one engine.
+SIGSTOP. With --homes, homes get SIGKILL too; the run then continues from its last checkpoint. After
+SIGTERM, the program begins no more disturbances, and compares. The program ends with status 1 if a
+step was lost or repeated, or if any token, logprob, loss or weight differs from that of one engine.
 """
 
 import argparse
@@ -48,7 +48,11 @@ class Killer:
     @property
     def is_done(self) -> bool:
         """Whether all disturbances are over."""
-        return len(self.victims) >= self._count
+        return len(self.victims) >= self._count or self._stop.is_set()
+
+    def end(self, *_: object) -> None:
+        """Begin no more disturbances."""
+        self._stop.set()
 
     def stop(self) -> None:
         self._stop.set()
@@ -118,6 +122,7 @@ def main() -> int:
             model_dir, Path(directory) / "data", NUM_REPLICAS, silent_seconds=SILENT_SECONDS
         )
         killer = Killer(fleet, arguments.count, arguments.seed, arguments.homes)
+        signal.signal(signal.SIGTERM, killer.end)
         try:
             rows = disturbed_run(ServiceClient(service=fleet), killer, arguments.max_steps)
         finally:

@@ -37,6 +37,7 @@ from planish.fleet.link import ReplicaLostError
 from planish.fleet.plan import FleetPlan
 from planish.fleet.ray_link import (
     RayLink,
+    ReplicaActor,
     Resources,
     import_ray,
     leave_cluster,
@@ -296,6 +297,27 @@ def test_no_replica_is_added_without_a_free_device():
         UserError, match=r"each replica occupies 7 CPUs, and \d are free .*add a mac"
     ):
         plan.check_free()
+
+
+def test_a_program_waits_for_the_devices_of_one_that_was_killed(monkeypatch):
+    from planish.fleet import ray_link
+
+    ray = import_ray()
+    killed = ray.remote(num_cpus=3)(ReplicaActor).remote()
+    ray.get(killed.machine.remote(), timeout=WAIT)
+    free_devices, found = ray_link.free_devices, []
+
+    def kill_after_look(kind: str) -> int:
+        found.append(free_devices(kind))
+        if len(found) == 2:
+            ray.kill(killed)
+        return found[-1]
+
+    occupied = 6 - free_devices("CPU")
+    monkeypatch.setattr(ray_link, "free_devices", kill_after_look)
+    monkeypatch.setattr(ray_link, "_FREE_SECONDS", WAIT)
+    assert ray_link.wait_for_devices("CPU", 9 - occupied) == 9 - occupied
+    assert found[0] == 6 - occupied
 
 
 def test_an_address_where_no_ray_answers_is_an_error(monkeypatch):
