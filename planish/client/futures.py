@@ -98,10 +98,17 @@ class _MappedFuture(Future[T]):
 
     def __init__(self, source: Future[S]) -> None:
         super().__init__()
-        self._source = source
+        self._source: Future[Any] | None = source
 
     def cancel(self) -> bool:
-        return self._source.cancel()
+        source = self._source
+        return self.cancelled() if source is None else source.cancel()
+
+    def forget_source(self) -> None:
+        """Break the cycle of references. Otherwise a result, such as a sampling client, would stay
+        in memory until the next garbage collection.
+        """
+        self._source = None
 
     def follow_cancellation(self) -> None:
         super().cancel()
@@ -115,6 +122,7 @@ def map_future(source: Future[S], convert: Callable[[S], T]) -> Future[T]:
     future: _MappedFuture[T] = _MappedFuture(source)
 
     def deliver(source: Future[S]) -> None:
+        future.forget_source()
         if source.cancelled():
             future.follow_cancellation()
             return

@@ -10,11 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planish.client.remote import RemoteService
 from planish.errors import UserError
 from planish.service import Service
+
+if TYPE_CHECKING:
+    from planish.fleet.vllm.options import VllmSampler
 
 URL_VARIABLE = "PLANISH_BASE_URL"
 """The environment variable with the default server URL. TINKER_BASE_URL is not read: even if it is
@@ -33,9 +36,10 @@ def start_engine(
     engine: str = "thread",
     replicas: int | None = None,
     ray: str | None = None,
+    sampler: str | VllmSampler = "engine",
 ) -> Service:
     """Start an engine, or a fleet of engines if `replicas` or `ray` is given. `settings` are the
-    fields of EngineSettings, and `engine` is one of ENGINES.
+    fields of EngineSettings, and `engine` is one of ENGINES. `sampler`: see `checked_sampler`.
     """
     if engine != "thread" and (replicas is not None or ray is not None):
         raise UserError(
@@ -50,6 +54,13 @@ def start_engine(
     from planish.engine.engine import Engine
     from planish.engine.settings import EngineSettings
 
+    if sampler != "engine":
+        from planish.fleet.vllm.engine import VllmEngine
+        from planish.fleet.vllm.options import checked_sampler
+
+        vllm = checked_sampler(sampler, replicas, ray, engine)
+        assert vllm is not None
+        return VllmEngine(vllm, models, data_dir, EngineSettings(**settings))
     if replicas is not None or ray is not None:
         from planish.fleet.start import start_fleet
 

@@ -29,6 +29,8 @@ from planish.types import CheckpointPath, GetServerCapabilitiesResponse, LoraCon
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from planish.fleet.vllm.options import VllmSampler
+
 
 class ServiceClient(RefusesMethods):
     """An engine in this process or on a server. `close`, or the end of a `with` block, finishes
@@ -69,6 +71,7 @@ class ServiceClient(RefusesMethods):
         engine: str = "thread",
         replicas: int | None = None,
         ray: str | None = None,
+        sampler: str | VllmSampler = "engine",
         service: Service | None = None,
     ) -> None:
         """Start an engine in this process, or connect to a server if there is a URL.
@@ -87,7 +90,9 @@ class ServiceClient(RefusesMethods):
 
         `replicas` starts so many engines, each on a device of its own, with the same results as one
         engine (docs/operators/scaling.md). `ray` is the address of a Ray cluster: "auto" or
-        HOST:PORT. Both need planish[ray].
+        HOST:PORT. Both need planish[ray]. With `sampler="vllm"`, or the URLs of vLLM servers with
+        commas between them, samples come from vLLM, whose logprobs are not exactly those of
+        training (docs/operators/scaling.md).
 
         `user_metadata` is stored with every checkpoint. `service` is an existing service to use
         instead of a new engine or session; `close` does not close it.
@@ -131,11 +136,14 @@ class ServiceClient(RefusesMethods):
                 "engine": None if engine == "thread" else engine,
                 "replicas": replicas,
                 "ray": ray,
+                "sampler": None if sampler == "engine" else sampler,
             },
         ):
             session_service = connect(url, api_key, metadata)
         else:
-            session_service = start_engine(models, data_dir, settings, engine, replicas, ray)
+            session_service = start_engine(
+                models, data_dir, settings, engine, replicas, ray, sampler
+            )
         self._owns_service = service is None
         self._session = Session(session_service, metadata)
 

@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data-dir DIR", "directory of the checkpoints")
     add("--replicas N", "number of engines, each on a device of its own", type=int)
     add("--ray ADDRESS", "use this Ray cluster: auto, or HOST:PORT")
+    add("--sampler SAMPLER", "what samples: engine, vllm, or the URLs of vLLM servers")
     add("--device", "device: cpu, cuda, cuda:N, or auto")
     add("--dtype", "dtype of weights and matmuls: bfloat16, float32, or auto")
     add("--quantize", "quantize the base weights", choices=SCHEMES)
@@ -114,8 +115,8 @@ def client_options(arguments: argparse.Namespace) -> dict[str, Any]:
             parse_pairs("--substitute-loss", "LOSS=LOSS", arguments.substitute_loss)
         ),
     }
-    names = ("data_dir", "replicas", "ray", "device", "dtype", "quantize", "deterministic")
-    names = (*names, *_SIZE_OPTIONS)
+    names = ("data_dir", "replicas", "ray", "sampler", "device", "dtype", "quantize")
+    names = (*names, "deterministic", *_SIZE_OPTIONS)
     options |= {name: getattr(arguments, name) for name in (*names, "base_url", "api_key")}
     return {name: value for name, value in options.items() if value not in (None, {})}
 

@@ -6,4 +6,5 @@ samplers.py, training.py, routing.py, replica_set.py, replica.py
 remote_engine.py    `Service` on one engine in another process
 link.py             the connection to that engine: process.py, or ray_link.py
 host.py             the engine's side of the connection
+vllm/               an engine whose samples come from vLLM
 """

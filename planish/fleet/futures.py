@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -46,7 +47,7 @@ def _forget_engine(future: Future[Any]) -> None:
     future.forget_engine()
 
 
-def copy_outcome(source: Future[Any], target: Future[Any]) -> None:
+def copy_outcome(source: Future[Any] | asyncio.Future[Any], target: Future[Any]) -> None:
     """Complete `target` like the completed future `source`, unless it is already completed."""
     with suppress(InvalidStateError):  # another thread has completed `target` meanwhile
         if source.cancelled():

@@ -110,7 +110,10 @@ def main(config: Config) -> Path:
     """Train, in this process or on a server, and return the run directory."""
     check_fields(config)
     with ServiceClient(
-        base_url=config.base_url, replicas=config.replicas, ray=config.ray
+        base_url=config.base_url,
+        replicas=config.replicas,
+        ray=config.ray,
+        sampler=config.sampler,
     ) as service_client:
         return train(config, service_client)
 

@@ -60,6 +60,8 @@ class ServeOptions:
     """
     ray: str | None = None
     """The address of a Ray cluster. None: this machine."""
+    sampler: str = "engine"
+    """What samples: "engine", "vllm", or the URLs of vLLM servers with commas between them."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -183,6 +185,12 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--ray ADDRESS",
         "run the engines on a Ray cluster: auto for the one of this machine, or HOST:PORT",
     )
+    add(
+        "--sampler SAMPLER",
+        "what samples: engine, vllm, or the URLs of vLLM servers with commas between them "
+        "(docs/operators/scaling.md)",
+        default="engine",
+    )
     add("--device", "cpu, cuda, cuda:N, or auto", default="auto")
     add("--dtype", "bfloat16, float32, or auto", default="auto")
     add(
@@ -279,6 +287,7 @@ def options_of(arguments: argparse.Namespace) -> ServeOptions:
         console=arguments.console,
         replicas=arguments.replicas,
         ray=arguments.ray,
+        sampler=arguments.sampler,
         model_aliases=parse_pairs("--model-alias", "NAME=PATH", arguments.model_aliases),
     )
 

@@ -45,6 +45,8 @@ from planish.fleet.drained import read_drained
 from planish.fleet.link import EngineOptions
 from planish.fleet.plan import FleetPlan, check_replicas, plan_fleet
 from planish.fleet.served import ServedFleet
+from planish.fleet.vllm.engine import VllmEngine
+from planish.fleet.vllm.options import VllmSampler, checked_sampler
 from planish.model.listing import list_models
 from planish.model.sources import DEFAULT_MODEL, resolve_model
 from planish.processes.stall_watch import StallWatch
@@ -125,6 +127,8 @@ class _CheckedOptions:
     plan: MemoryPlan
     fleet: FleetPlan | None
     """The replicas to start; None for one engine in this process."""
+    vllm: VllmSampler | None
+    """What samples instead of the engine."""
 
 
 def serve(
@@ -168,6 +172,7 @@ def serve(
 
 
 def _check_options(options: ServeOptions) -> _CheckedOptions:
+    vllm = checked_sampler(options.sampler, options.replicas, options.ray)
     models = _model_directories(options.models)
     keys = None if options.api_key_file is None else read_keys(options.api_key_file)
     directory = options.data_dir.expanduser().absolute()
@@ -185,13 +190,22 @@ def _check_options(options: ServeOptions) -> _CheckedOptions:
         fleet = plan_fleet(
             options.engine.device, options.replicas, options.ray, read_drained(directory)
         )
-    return _CheckedOptions(options, models, directory, keys, memory, plan, fleet)
+    return _CheckedOptions(options, models, directory, keys, memory, plan, fleet, vllm)
 
 
 def _start_engine(checked: _CheckedOptions) -> HostedEngine:
     """Start an engine in this process, or the replicas."""
     options = checked.options
     directories = {name: str(path) for name, path in checked.models.items()}
+    if checked.vllm is not None:
+        return VllmEngine(
+            checked.vllm,
+            directories,
+            checked.data_dir,
+            options.engine,
+            checked.memory,
+            only_these_models=True,
+        )
     if checked.fleet is None:
         return Engine(
             directories, checked.data_dir, options.engine, checked.memory, only_these_models=True

@@ -287,6 +287,7 @@ def open_client(
         deterministic=deterministic,
         replicas=options.replicas,
         ray=options.ray,
+        sampler=options.sampler,
     ) as own_client:
         yield own_client
 

@@ -53,6 +53,9 @@ class EngineOptions:
     ray: str | None = chz.field(
         default=None, doc="address of a Ray cluster: auto or HOST:PORT; none = this machine"
     )
+    sampler: str = chz.field(
+        default="engine", doc="what samples: engine, vllm, or the URLs of vLLM servers"
+    )
 
 
 @chz.chz
@@ -260,7 +263,7 @@ RESUMABLE_CHECKPOINT_OPTIONS = (
     "eval_every",
     "eval_on_start",
 )
-ENGINE_OPTIONS = ("base_url", "replicas", "ray")
+ENGINE_OPTIONS = ("base_url", "replicas", "ray", "sampler")
 RESUMABLE_OPTIONS = (
     *RESUMABLE_CHECKPOINT_OPTIONS,
     *ENGINE_OPTIONS,

@@ -1,10 +1,12 @@
 """`Pending` gives blocking and async code the same result."""
 
 import asyncio
+import gc
 import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
@@ -204,3 +206,22 @@ def test_ctrl_c_interrupts_a_wait_and_cancels_its_operation():
         [sys.executable, "-c", WAITER], capture_output=True, text=True, timeout=60
     )
     assert (waiter.stdout, waiter.stderr) == ("interrupted True\n", "")
+
+
+class Result:
+    """A value that can be referred to weakly, as a sampling client can."""
+
+
+def test_a_result_is_freed_with_its_last_reference():
+    source: Future[int] = Future()
+    mapped = Pending(map_future(source, lambda _: Result()))
+    gc.disable()
+    try:
+        source.set_result(1)
+        del source
+        result = weakref.ref(mapped.result())
+        assert result() is not None
+        del mapped
+        assert result() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,146 @@
+"""The HTTP requests to one vLLM server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+
+from planish.errors import EngineClosedError, UserError
+from planish.fleet.vllm.process import VllmProcess
+
+START_SECONDS = 1800.0
+"""How long a vLLM server may take to load the base model and to compile its kernels."""
+_POLL_SECONDS = 0.2
+
+
+class MissingAdapterError(UserError):
+    """The server does not have the model that a request names."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sample of vLLM."""
+
+    tokens: np.ndarray
+    """int32 [n]"""
+    logprobs: np.ndarray
+    """float32 [n]"""
+    finish_reason: str
+
+
+class VllmServer:
+    """One vLLM server. All methods run in one event loop."""
+
+    def __init__(self, url: str, api_key: str, process: VllmProcess | None = None) -> None:
+        """`process` is that of the server, if this program has started it."""
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.process = process
+        self.base_name = ""
+        """The name of the base model on the server."""
+        self.max_context = 0
+        """The maximum number of tokens of a prompt and its sample."""
+        self.num_open = 0
+        """The number of samples that are not done."""
+        self._http = httpx2.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx2.Timeout(None, connect=30.0),
+            limits=httpx2.Limits(max_connections=None),
+        )
+
+    async def wait_until_ready(self) -> None:
+        """Wait until the server has loaded its base model, and read the base model's name. Raise
+        UserError if the server ends, or if nothing answers at the URL.
+        """
+        end = time.monotonic() + START_SECONDS
+        while self.process is not None and not await self._is_healthy():
+            if self.process.status is not None:
+                raise UserError(f"sampler='vllm': {self.process.describe_end()}")
+            if time.monotonic() > end:
+                raise UserError(
+                    f"sampler='vllm': vLLM was not ready after {START_SECONDS:g} s; start it by "
+                    "hand with `vllm serve`, and give its URL"
+                )
+            await asyncio.sleep(_POLL_SECONDS)
+        (base,) = [model for model in await self._models() if model.get("parent") is None][:1]
+        self.base_name, self.max_context = base["id"], int(base["max_model_len"])
+
+    async def has_adapter(self, name: str) -> bool:
+        """Return whether the server lists an adapter."""
+        return any(model["id"] == name for model in await self._models())
+
+    async def load(self, name: str, directory: Path) -> None:
+        """Load an adapter. Raise UserError with the server's reason if it cannot."""
+        await self._request(
+            "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)}
+        )
+
+    async def unload(self, name: str) -> None:
+        """Forget an adapter."""
+        await self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def complete(self, model: str, prompt: list[int], **options: Any) -> list[Completion]:
+        """Sample continuations of a prompt. Raise MissingAdapterError if the server does not have
+        `model`.
+        """
+        body = {"model": model, "prompt": prompt, "logprobs": 0, "return_token_ids": True}
+        answer = await self._request("POST", "/v1/completions", body | options)
+        return [self._completion(choice) for choice in answer["choices"]]
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    def _completion(self, choice: dict[str, Any]) -> Completion:
+        tokens = np.array(choice.get("token_ids") or [], np.int32)
+        logprobs = np.array((choice.get("logprobs") or {}).get("token_logprobs") or [], np.float32)
+        if not len(tokens) or tokens.shape != logprobs.shape:
+            raise UserError(
+                f"the server at {self.url} has answered with {len(tokens)} tokens and "
+                f"{len(logprobs)} logprobs; give a vLLM server that has return_token_ids"
+            )
+        return Completion(tokens, logprobs, choice["finish_reason"])
+
+    async def _is_healthy(self) -> bool:
+        try:
+            return (await self._http.get("/health")).status_code == 200
+        except httpx2.TransportError:
+            return False
+
+    async def _models(self) -> list[dict[str, Any]]:
+        return (await self._request("GET", "/v1/models"))["data"]
+
+    async def _request(self, method: str, path: str, body: Any = None) -> Any:
+        try:
+            response = await self._http.request(method, path, json=body)
+        except httpx2.TransportError as error:
+            raise self._lost_error(error) from error
+        if response.status_code == 200:
+            is_json = response.headers.get("content-type", "").startswith("application/json")
+            return response.json() if is_json else response.text
+        reason = f"{self.url}{path} has answered {response.status_code}: {response.text[:2000]}"
+        if response.status_code == 404 and path == "/v1/completions":
+            raise MissingAdapterError(reason)
+        if response.status_code == 404:
+            reason += (
+                "; start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
+                "environment"
+            )
+        raise UserError(reason)
+
+    def _lost_error(self, error: Exception) -> EngineClosedError:
+        if self.process is not None and self.process.status is not None:
+            return EngineClosedError(
+                f"{self.process.describe_end()}\nMake a new ServiceClient, and load the last "
+                "checkpoint"
+            )
+        return EngineClosedError(
+            f"the vLLM server at {self.url} does not answer ({type(error).__name__}: {error}); "
+            "start it again, make a new ServiceClient, and load the last checkpoint"
+        )
