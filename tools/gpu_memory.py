@@ -3,8 +3,8 @@
     python tools/gpu_memory.py              all families
     python tools/gpu_memory.py qwen3 phi3   some
 
-For each family, a small model trains one sequence with all activations stored, and one with
-activation checkpointing. Printed are the ratios of the peak of the live tensors to the estimate of
+For each family, a small model trains one sequence with all activations stored, one with activation
+checkpointing, and one with the inputs of the layers in main memory. Printed are the ratios of the peak of the live tensors to the estimate of
 `TrainerSettings.activation_bytes`, at the longest measured length and scaled to LONG tokens. The
 command fails if a ratio is outside of LIMITS. The pretended GPU has no fragmentation, and kernels
 need no memory but their arguments. The vocabulary is small, so the ratios are those of the layers.
@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,9 @@ class MemoryCounter:
         return 0 if storage is None else storage.nbytes()
 
 
-def training_peaks(model: Path, marks: Any, *, recompute: bool) -> tuple[Any, list[int]]:
+def training_peaks(
+    model: Path, marks: Any, *, recompute: bool, offload: bool
+) -> tuple[Any, list[int]]:
     """Return the backend, and the peak of training one sequence of each of LENGTHS.
 
     The weights, the adapter and its gradient are not part of the peak.
@@ -101,6 +104,7 @@ def training_peaks(model: Path, marks: Any, *, recompute: bool) -> tuple[Any, li
         micro_batch_tokens=1 if recompute else 2 * max(LENGTHS),
     )
     base = BaseModel(model, settings, DeviceMemory(settings).claim(model))
+    base.trainer.settings = replace(base.trainer.settings, offload_above=0 if offload else None)
     layout = LoraLayout(base.config, LoraConfig(rank=RANK, seed=0))
     adapter, rng, peaks = (
         Adapter(layout, base.backend, layout.init(0)),
@@ -129,14 +133,15 @@ def training_peaks(model: Path, marks: Any, *, recompute: bool) -> tuple[Any, li
 def ratios(model: Path, marks: Any) -> dict[str, tuple[float, float]]:
     """Return the ratios of the simulated peak to the planned activations.
 
-    One is that of the longest measured sequence, and the other is scaled to LONG tokens, with all
-    activations stored and with activation checkpointing.
+    One is that of the longest measured sequence, and the other is scaled to LONG tokens. Activations
+    are stored, recomputed, or recomputed from inputs in main memory.
     """
     from planish.engine.training.trainer import TrainerSettings
 
     found = {}
-    for name, recompute in (("stored", False), ("recomputed", True)):
-        base, (short, long) = training_peaks(model, marks, recompute=recompute)
+    modes = (("stored", False, False), ("recomputed", True, False), ("offloaded", True, True))
+    for name, recompute, offload in modes:
+        base, (short, long) = training_peaks(model, marks, recompute=recompute, offload=offload)
         scaled = long + (long - short) / (LENGTHS[1] - LENGTHS[0]) * (LONG - LENGTHS[1])
         settings = base.trainer.settings
         if not recompute:

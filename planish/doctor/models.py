@@ -107,6 +107,10 @@ def plan_finding(
     )
     if plan.trainer.max_sequence_tokens is not None:
         text += f"; longest trainable sequence: {plan.trainer.max_sequence_tokens:,} tokens"
+    if plan.trainer.offload_above is not None:
+        text += (
+            f" (above {plan.trainer.offload_above:,}, the layers' inputs are kept in main memory)"
+        )
     value = {
         "model": name,
         "quantize": scheme,

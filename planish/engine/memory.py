@@ -24,7 +24,7 @@ import torch
 
 from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.settings import EngineSettings, choose_device, choose_dtype
-from planish.engine.training.trainer import TrainerSettings
+from planish.engine.training.trainer import TrainerSettings, input_bytes
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.delta_net import state_bytes
@@ -212,8 +212,15 @@ class DeviceMemory:
         return needs.budget_for(available_bytes)
 
     def _model_needs(self, directory: Path) -> _ModelNeeds:
+        # The plan for another machine assumes that its main memory is large enough.
+        is_planned = self._device_bytes is not None
+        offload_bytes = inf if is_planned else (main_memory_bytes() or 0) // 2
         return _ModelNeeds.from_directory(
-            directory, self._settings, self.device, reserves_adapters=self._adapter_bytes is None
+            directory,
+            self._settings,
+            self.device,
+            reserves_adapters=self._adapter_bytes is None,
+            offload_bytes=offload_bytes,
         )
 
     def _check_weights_fit(self, directory: Path, needs: _ModelNeeds, usable: int) -> None:
@@ -276,6 +283,8 @@ class _ModelNeeds:
     """Memory reserved for adapters."""
     vision_bytes: int
     """Memory of a vision tower beside its weights. 0 without images, and in main memory."""
+    offload_bytes: float
+    """Main memory for the layers' inputs of long sequences."""
 
     @classmethod
     def from_directory(
@@ -284,6 +293,7 @@ class _ModelNeeds:
         settings: EngineSettings,
         device: torch.device,
         reserves_adapters: bool,
+        offload_bytes: float,
     ) -> _ModelNeeds:
         config, dtype = ModelConfig.from_directory(directory), choose_dtype(settings.dtype, device)
         backend = choose_backend(config, dtype, device, deterministic=False)
@@ -332,6 +342,7 @@ class _ModelNeeds:
             all_copies_bytes,
             reserved_adapter_bytes,
             vision_bytes,
+            offload_bytes,
         )
 
     @property
@@ -357,8 +368,27 @@ class _ModelNeeds:
             return budget
         # The KV cache of a sampler that runs at the same time is not subtracted, because it may be
         # empty.
-        longest = budget.trainer.longest_sequence(self.backend, available_bytes)
-        return replace(budget, trainer=replace(budget.trainer, max_sequence_tokens=longest))
+        trainer = self._offloading(budget.trainer, available_bytes)
+        longest = trainer.longest_sequence(self.backend, available_bytes)
+        if trainer.offload_above is not None:
+            longest = min(longest, self._max_offloaded_tokens())
+        return replace(budget, trainer=replace(trainer, max_sequence_tokens=longest))
+
+    def _offloading(self, trainer: TrainerSettings, available_bytes: float) -> TrainerSettings:
+        """Return the settings that offload the layers' inputs of sequences that do not fit."""
+        longest = trainer.longest_sequence(self.backend, available_bytes)
+        if longest >= min(self.backend.config.max_context, self._max_offloaded_tokens()):
+            return trainer
+        return replace(trainer, offload_above=longest)
+
+    def _max_offloaded_tokens(self) -> int:
+        """Return the longest sequence whose layer inputs fit into main memory."""
+        config = self.backend.config
+        if self.offload_bytes == inf:
+            return config.max_context
+        # Torch allocates pinned memory in powers of two.
+        layer_bytes = int(self.offload_bytes) // config.num_layers
+        return (1 << (layer_bytes.bit_length() - 1)) // input_bytes(config) if layer_bytes else 0
 
     def _divide(self, available_bytes: float, sizing_bytes: float) -> ModelMemory:
         """Divide `available_bytes` among the budgets.

@@ -21,4 +21,4 @@ def test_the_plan_is_close_to_the_peak_of_a_pretended_gpu():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 2 * 4
+    assert len(done.stdout.splitlines()) == 2 * 6

@@ -21,6 +21,7 @@ from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.hf_config.fp8_config import Fp8Config
+from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend, reference_backend
 from planish.model.kv_cache import max_pool_bytes
 from planish.model.quantization import DEQUANTIZATION_BYTES
@@ -338,24 +339,62 @@ def test_a_cpu_rejects_only_weights_larger_than_its_memory(shaped, machine):
     assert found.sampler.kv_cache_bytes == 4096 * 2 * 36 * 8 * 128 * 2
 
 
-def test_the_longest_trainable_sequence_fits_the_gpu(shaped, gpu):
+def with_context(directory: Path, max_context: int) -> Path:
+    config = json.loads((directory / "config.json").read_text())
+    config["max_position_embeddings"] = max_context
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture
+def qwen3_8b(shaped) -> tuple[Path, Backend]:
+    """A model with a context of 40,960 tokens, and its backend on a GPU."""
+    directory = with_context(shaped("Qwen3-8B"), 40_960)
+    config = ModelConfig.from_directory(directory)
+    return directory, reference_backend(config, torch.bfloat16, torch.device("cuda:0"))
+
+
+@pytest.mark.parametrize(
+    ("total", "at_least", "at_most"), [(23.6 * GIB, 2500, 4000), (79.2 * GIB, 20_000, 40_960)]
+)
+def test_the_longest_trainable_sequence_fits_the_gpu(
+    qwen3_8b, gpu, machine, total, at_least, at_most
+):
     """Beside 8B in bf16, 24 GB are enough for one sequence of about three thousand tokens."""
-    large, backend = shaped("Qwen3-8B"), None
-    config = json.loads((large / "config.json").read_text()) | {"max_position_embeddings": 40_960}
-    (large / "config.json").write_text(json.dumps(config))
-    for total, at_least, at_most in ((23.6 * GIB, 2500, 4000), (79.2 * GIB, 20_000, 40_960)):
-        usable = gpu(total)
-        (found,) = claims([large])
-        longest = found.trainer.max_sequence_tokens
-        assert longest is not None
-        assert at_least <= longest <= at_most
-        backend = backend or reference_backend(
-            ModelConfig.from_directory(large), torch.bfloat16, torch.device("cuda:0")
-        )
-        rest = usable - found.weight_bytes - found.adapter_bytes
-        assert found.trainer.reserved_bytes(backend, longest) <= rest
-        if longest < backend.config.max_context:
-            assert found.trainer.reserved_bytes(backend, longest + 1) > rest
+    (directory, backend), usable = qwen3_8b, gpu(total)
+    machine(1 * GIB)
+    (found,) = claims([directory])
+    longest = found.trainer.max_sequence_tokens
+    assert longest is not None
+    assert at_least <= longest <= at_most
+    assert found.trainer.offload_above is None
+    rest = usable - found.weight_bytes - found.adapter_bytes
+    assert found.trainer.reserved_bytes(backend, longest) <= rest
+    if longest < backend.config.max_context:
+        assert found.trainer.reserved_bytes(backend, longest + 1) > rest
+
+
+@pytest.mark.parametrize(
+    ("scheme", "main", "at_least"), [(None, 64, 6000), ("nf4", 24, 16_384), ("nf4", 36, 32_768)]
+)
+def test_main_memory_keeps_the_inputs_of_longer_sequences(
+    qwen3_8b, gpu, machine, scheme, main, at_least
+):
+    """On 24 GB, 8B in nf4 trains on 32,768 tokens if half of main memory has space for them."""
+    (directory, backend), usable = qwen3_8b, gpu(23.6 * GIB)
+    machine(main * GIB)
+    (found,) = claims([directory], quantize=scheme)
+    trainer, longest = found.trainer, found.trainer.max_sequence_tokens
+    assert longest is not None
+    assert longest >= at_least
+    assert trainer.offload_above is not None
+    assert not trainer.offloads(trainer.offload_above)
+    rest = usable - found.weight_bytes - found.adapter_bytes
+    assert trainer.reserved_bytes(backend, trainer.offload_above) <= rest
+    assert trainer.reserved_bytes(backend, longest) <= rest
+    # Pinned memory is allocated in powers of two.
+    layer_bytes = 1 << (longest * 4 * backend.config.hidden_size - 1).bit_length()
+    assert layer_bytes * backend.config.num_layers <= main * GIB / 2
 
 
 def test_a_cpu_limits_no_sequence(shaped, machine):

@@ -25,11 +25,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 
 from planish.engine.release_memory import trim_heap
 from planish.engine.training.adapters import Adapter, is_finite
@@ -38,6 +40,7 @@ from planish.engine.training.gradient_tree import GradientTree, TreeNode
 from planish.engine.training.losses import Loss, find_loss
 from planish.errors import NonFiniteError
 from planish.model.base_decoder import BaseDecoder
+from planish.model.config import ModelConfig
 from planish.model.delta_net import activation_bytes_per_row, backward_bytes
 from planish.model.head import scored_logprobs
 from planish.model.kernels.backend import Backend
@@ -69,6 +72,10 @@ class TrainerSettings:
     """The longest sequence whose backward pass fits into memory, if nothing but weights and
     adapters takes memory beside it. None: the memory is unknown or shared, as on a CPU.
     """
+    offload_above: int | None = None
+    """Sequences of more tokens use activation checkpointing, and keep each layer's input in main
+    memory instead of the GPU's. None: no sequence does.
+    """
 
     def __post_init__(self) -> None:
         """Raise ValueError if `micro_batch_tokens` is not a whole number of at least 1."""
@@ -78,7 +85,11 @@ class TrainerSettings:
 
     def recomputes(self, num_tokens: int) -> bool:
         """Return whether a micro-batch of `num_tokens` tokens uses activation checkpointing."""
-        return self.recompute or num_tokens > self.micro_batch_tokens
+        return self.recompute or num_tokens > self.micro_batch_tokens or self.offloads(num_tokens)
+
+    def offloads(self, num_tokens: int) -> bool:
+        """Return whether a micro-batch of `num_tokens` keeps the layers' inputs in main memory."""
+        return self.offload_above is not None and num_tokens > self.offload_above
 
     def activation_bytes(
         self, backend: Backend, num_tokens: int | None = None, rank: int = 32
@@ -112,7 +123,9 @@ class TrainerSettings:
         chunk_bytes = min(num_tokens, backend.head_rows) * config.vocab_size
         chunk_bytes *= logit_itemsize + itemsize
         if self.recomputes(num_tokens):
-            stored_bytes = num_tokens * config.num_layers * 4 * config.hidden_size
+            stored_bytes = 0
+            if not self.offloads(num_tokens):
+                stored_bytes = num_tokens * config.num_layers * input_bytes(config)
             backward_layer_bytes = num_tokens * (layer_bytes + temporary_bytes)
         else:
             stored_bytes = num_tokens * config.num_layers * layer_bytes
@@ -170,12 +183,21 @@ class TrainerSettings:
         return self.activation_bytes(backend, num_tokens) * 5 // 4
 
     def longest_sequence(self, backend: Backend, num_bytes: float) -> int:
-        """Return the tokens of the longest sequence whose passes occupy at most `num_bytes`."""
-        return bisect_right(
-            range(1, backend.config.max_context + 1),
+        """Return the tokens of the longest sequence whose passes occupy at most `num_bytes`.
+
+        All shorter ones must fit, up to `offload_above` tokens.
+        """
+        fitting = self.offload_above or 0
+        return fitting + bisect_right(
+            range(fitting + 1, backend.config.max_context + 1),
             num_bytes,
             key=lambda num_tokens: self.reserved_bytes(backend, num_tokens),
         )
+
+
+def input_bytes(config: ModelConfig) -> int:
+    """Return the bytes per token of a layer's input, which activation checkpointing stores."""
+    return 4 * config.hidden_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -397,14 +419,17 @@ class Trainer:
         if not len(pairs.rows):
             return torch.zeros(0, device=device)
         recompute = self.settings.recomputes(len(micro_batch))
-        hidden = self._decoder.forward(
-            copy_async(torch.from_numpy(micro_batch.tokens), device),
-            copy_async(torch.from_numpy(_rope_positions(call, micro_batch)), device),
-            self._decoder.backend.tree_attention(micro_batch),
-            call.weights,
-            recompute=recompute,
-            recurrence=self._decoder.backend.tree_recurrence(micro_batch),
-        )
+        # The layers' checkpoints keep what is within a layer, so only the inputs are copied.
+        offloads = self.settings.offloads(len(micro_batch))
+        with save_on_cpu(pin_memory=True) if offloads else nullcontext():
+            hidden = self._decoder.forward(
+                copy_async(torch.from_numpy(micro_batch.tokens), device),
+                copy_async(torch.from_numpy(_rope_positions(call, micro_batch)), device),
+                self._decoder.backend.tree_attention(micro_batch),
+                call.weights,
+                recompute=recompute,
+                recurrence=self._decoder.backend.tree_recurrence(micro_batch),
+            )
         scored_rows, row_index = torch.unique_consecutive(pairs.rows, return_inverse=True)
         if len(scored_rows) < len(micro_batch):
             hidden = hidden[copy_async(scored_rows, device)]

@@ -12,10 +12,12 @@ import torch
 from backends import with_tiling
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
+from torch.autograd.graph import save_on_cpu
 from transformers import AutoModelForCausalLM
 from variants import slow_after
 
 from planish.engine.checkpoints.files import peft_config
+from planish.engine.training import trainer as trainer_module
 from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import Trainer, TrainerSettings
 from planish.errors import NonFiniteError, UnsupportedError, UserError
@@ -506,6 +508,46 @@ def test_recomputed_activations_give_the_same_gradient(decoder):
     output, again = gradient(Trainer(decoder, TrainerSettings(4096, recompute=True)), adapter, data)
     assert output.metrics["micro_batches:sum"] == 1
     assert relative(again, kept) < 1e-6
+
+
+def test_offloaded_layer_inputs_give_the_same_gradient(decoder, monkeypatch):
+    """Only the inputs of the layers are copied to main memory, with the final norm's input."""
+    adapter, data = new_adapter(decoder), as_cross_entropy(group_datums(2), weights=False)
+    _, kept = gradient(Trainer(decoder, TrainerSettings(4096, recompute=True)), adapter, data)
+    copied: list[torch.Size] = []
+
+    class Counted(save_on_cpu):
+        def __init__(self, pin_memory: bool) -> None:
+            super().__init__(pin_memory)
+            pack = self.pack_hook
+            self.pack_hook = lambda x: (copied.append(x.shape), pack(x))[1]
+
+    monkeypatch.setattr(trainer_module, "save_on_cpu", Counted)
+    settings = TrainerSettings(4096, offload_above=10)
+    output, again = gradient(Trainer(decoder, settings), adapter, data)
+    assert output.metrics["micro_batches:sum"] == 1
+    assert torch.equal(again, kept)
+    hidden = decoder.config.hidden_size
+    assert sum(len(shape) == 2 and shape[1] == hidden for shape in copied) <= (
+        decoder.config.num_layers + 2
+    )
+    copied.clear()
+    _, stored = gradient(Trainer(decoder, TrainerSettings(4096, offload_above=4096)), adapter, data)
+    assert relative(stored, kept) < 1e-6
+    assert not copied
+
+
+def test_offloaded_layer_inputs_take_no_device_memory(decoder):
+    backend = decoder.backend
+    stored, offloaded = TrainerSettings(8, offload_above=100), TrainerSettings(8, offload_above=0)
+    input_bytes = 4 * decoder.config.hidden_size * decoder.config.num_layers
+    for tokens, saved in ((100, input_bytes * 100), (101, 0)):
+        found = stored.activation_bytes(backend, tokens)
+        assert found - offloaded.activation_bytes(backend, tokens) == saved
+    # The sequences up to 100 tokens fit, so the search begins behind them.
+    room = stored.reserved_bytes(backend, 150)
+    assert stored.longest_sequence(backend, room) == 150
+    assert offloaded.longest_sequence(backend, room) == 150
 
 
 def test_activation_bytes_match_the_memory_autograd_saves(model_path):
