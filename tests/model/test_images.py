@@ -27,7 +27,7 @@ from planish.errors import DamagedFileError, UnsupportedError, UserError
 from planish.images import MAX_IMAGE_PIXELS, ImageChunk
 from planish.model.base_decoder import BaseDecoder
 from planish.model.config import ModelConfig
-from planish.model.kernels.choose import choose_backend
+from planish.model.kernels.choose import choose_backend, triton_backend
 from planish.model.loading import load_decoder
 from planish.model.lora import LoraLayout
 from planish.model.vision import tower
@@ -225,6 +225,19 @@ def test_sampled_and_trained_logprobs_agree(tmp_path, model_type):
         targets = [0] * (length - 1) + list(sequence.tokens)
         (trained,) = train(decoder, adapter, [Datum(whole, {"target_tokens": targets})])
         np.testing.assert_allclose(trained[length - 1 :], sequence.logprobs, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_gemma3_reads_images_with_the_kernels_of_a_gpu(tmp_path):
+    """The kernels are interpreted. torch computes the attention of images."""
+    pytest.importorskip("triton")
+    config = ModelConfig.from_directory(tiny_vision_model(tmp_path, "gemma3"))
+    backend = triton_backend(config, torch.float32, CPU, ("attention", "tree attention"))
+    found = []
+    for decoder in (load_decoder(tmp_path, backend), load(tmp_path)):
+        data = [datum(prompt(text(5, 1), image(), text(6, 3)), 22)]
+        found += train(decoder, random_adapter(decoder), data)
+    np.testing.assert_allclose(found[0], found[1], atol=1e-4)
 
 
 def test_cached_prefixes_belong_to_one_image(tmp_path):
