@@ -153,25 +153,14 @@ class Decoder:
         """The device of the weights."""
         return self.backend.device
 
-    def weight_bytes(self) -> int:
-        """Return the bytes of the embedding and of the head and the layers in one copy."""
-        dense = [layer.mlp for layer in self.layers if isinstance(layer.mlp, DenseMLP)]
-        linears = [linear for layer in self.layers for linear in (layer.qkv, layer.o)]
-        linears += [linear for mlp in dense for linear in (mlp.gate_up, mlp.down)]
-        num_values = sum(sum(linear.sizes) * linear.fan_in for linear in linears)
-        num_values += self.embedding.numel() * (1 if self.config.tied_head else 2)
-        return num_values * self.dtype.itemsize
-
     def decode_pass(self) -> ForwardPass | None:
         """Return a forward pass for decoding steps that is faster than `forward`, or None."""
         return self.backend.decode_pass(self)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings [T, D] in the model's dtype."""
-        if self.collectives is None:
-            x = self.embedding[tokens]
-        else:
-            x = self.collectives.embed(self.embedding, tokens)
+        ranks = self.collectives
+        x = self.embedding[tokens] if ranks is None else ranks.embed(self.embedding, tokens)
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
     def forward(
@@ -385,22 +374,18 @@ class _ForwardPass:
         The LoRA outputs of each row's adapter are already added. `module`: the name of the target
         module (see `fused_module_names`).
         """
-        if self.collectives is None:
-            return self.own_linear(x, linear, layer, module)
-        if module.endswith("_in"):
-            return self.own_linear(self.collectives.column_input(x), linear, layer, module)
-        return self.collectives.row_output(self.own_linear(x, linear, layer, module))
-
-    def own_linear(self, x: Tensor, linear: PackedLinear, layer: int, module: str) -> Tensor:
-        """Return the outputs of `linear`, of which this process may have a part."""
+        ranks, is_column = self.collectives, module.endswith("_in")
+        if ranks is not None and is_column:
+            x = ranks.column_input(x)
         if self.adapters is None:
-            return adapted_linear(self.backend, x, linear, None)
-        if isinstance(self.adapters, LoraWeights):
+            out = adapted_linear(self.backend, x, linear, None)
+        elif isinstance(self.adapters, LoraWeights):
             lora = self.adapters.layers[layer].matrices_of(module)
-            return adapted_linear(self.backend, x, linear, lora)
-        out = self.backend.matmul(x, linear)
-        self.adapters.add_(x, out, linear.sizes, layer, module)
-        return out
+            out = adapted_linear(self.backend, x, linear, lora)
+        else:
+            out = self.backend.matmul(x, linear)
+            self.adapters.add_(x, out, linear.sizes, layer, module)
+        return out if ranks is None or is_column else ranks.row_output(out)
 
 
 @dataclass(frozen=True)

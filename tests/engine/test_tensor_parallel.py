@@ -23,7 +23,8 @@ from planish.client.training_client import TrainingClient
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
 from planish.errors import EngineClosedError, NonFiniteError, UnsupportedError, UserError
-from planish.model.tensor_parallel.decoder import ShardedDecoder
+from planish.model.decoder import Decoder
+from planish.model.tensor_parallel.decoder import ShardedDecoder, weight_bytes
 from planish.server.options import add_arguments, options_of
 from planish.testing import tiny_model
 from planish.types import AdamParams, CheckpointPath, Datum, ModelInput, SamplingParams, TensorData
@@ -247,8 +248,10 @@ def test_a_failed_operation_leaves_the_ranks_in_step(divided):
 
 
 def test_each_rank_has_half_of_the_weights(whole, divided):
-    weights = whole._base_models.get("tiny").decoder.weight_bytes()
-    assert decoder_of(divided).weight_bytes == [weights / 2, weights / 2]
+    decoder = whole._base_models.get("tiny").decoder
+    assert isinstance(decoder, Decoder)
+    size = weight_bytes(decoder)
+    assert decoder_of(divided).weight_bytes == [size / 2, size / 2]
 
 
 def test_unsupported_models_and_options_are_rejected_before_a_process_starts(directory, tmp_path):

@@ -33,6 +33,7 @@ from planish.model.kernels.interface import (
 from planish.model.kernels.linear import PackedLinear
 from planish.model.kernels.reference.head import top_tokens
 from planish.model.kv_cache import KVChunk, KVPool, KVPools, KVSpec, PrefillSpan, SlotOwner
+from planish.model.layers import DenseMLP
 from planish.model.lora import (
     AdapterRange,
     AdapterStackRange,
@@ -69,7 +70,7 @@ class ShardedDecoder:
         self.config = config
         self.head: PackedLinear = _ShardedVocabulary(self._decoder.head, group, collectives)
         self.backend: Backend = _ShardedBackend(backend, config, group, collectives, self._decoder)
-        self.weight_bytes = [self._decoder.weight_bytes(), *group.weight_bytes]
+        self.weight_bytes = [weight_bytes(self._decoder), *group.weight_bytes]
         """The bytes of the frozen weights of each rank."""
 
     @property
@@ -505,6 +506,16 @@ def own_token_logits(
     # Each logit is in one part of the vocabulary, and the others add 0.
     logits = local.token_logits(hidden, head, None, rows, index)
     return collectives.sum(torch.where(is_own, logits, 0.0))
+
+
+def weight_bytes(decoder: Decoder) -> int:
+    """Return the bytes of one copy of the embedding, the head and the layers' linears."""
+    dense = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, DenseMLP)]
+    linears = [linear for layer in decoder.layers for linear in (layer.qkv, layer.o)]
+    linears += [linear for mlp in dense for linear in (mlp.gate_up, mlp.down)]
+    num_values = sum(sum(linear.sizes) * linear.fan_in for linear in linears)
+    num_values += decoder.embedding.numel() * (1 if decoder.config.tied_head else 2)
+    return num_values * decoder.dtype.itemsize
 
 
 def start_shards(

@@ -24,7 +24,7 @@ from planish.model.kernels.interface import Attend
 from planish.model.kv_cache import KVChunk, KVPool, KVPools, PrefillSpan, SlotOwner
 from planish.model.lora import AdapterRange, LoraLayout, LoraWeights
 from planish.model.tensor_parallel.collectives import Collectives, connect
-from planish.model.tensor_parallel.decoder import own_token_logits
+from planish.model.tensor_parallel.decoder import own_token_logits, weight_bytes
 from planish.model.tensor_parallel.group import FollowerOptions, FollowerReport
 from planish.model.tensor_parallel.shards import ShardedWeights, shard_config
 from planish.model.weights import load_weights
@@ -269,7 +269,7 @@ def _run(connection: Connection) -> None:
         report = FollowerReport("", 0, f"{type(error).__name__}: {error}")
         connection.send_bytes(pickle.dumps(report))
         raise
-    report = FollowerReport(decoder.backend.name, decoder.weight_bytes())
+    report = FollowerReport(decoder.backend.name, weight_bytes(decoder))
     connection.send_bytes(pickle.dumps(report))
     group = connect(options.shard, options.store_file, options.backend)
     decoder.collectives = Collectives(options.shard, group)

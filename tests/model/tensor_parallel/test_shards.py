@@ -18,6 +18,7 @@ from planish.model.kernels.choose import choose_backend
 from planish.model.lora import LoraLayout, LoraWeights
 from planish.model.prefix_tree import pack
 from planish.model.tensor_parallel.collectives import Collectives, connect
+from planish.model.tensor_parallel.decoder import weight_bytes
 from planish.model.tensor_parallel.shards import (
     AdapterShards,
     Shard,
@@ -105,7 +106,7 @@ def test_hidden_states_and_gradients_equal_those_of_the_whole_model(family, reco
     merged = adapter.merge_gradients(gradients)
     assert gradient.abs().max() > 0.1
     assert torch.allclose(merged, gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
-    assert [2 * shard.weight_bytes() for shard in shards] == [whole.weight_bytes()] * 2
+    assert [2 * weight_bytes(shard) for shard in shards] == [weight_bytes(whole)] * 2
 
 
 def test_a_sum_is_added_in_float32_in_the_order_of_the_ranks(tmp_path):
