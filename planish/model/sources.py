@@ -26,8 +26,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import huggingface_hub
 from filelock import FileLock
-from huggingface_hub import HfApi, snapshot_download
 
 from planish.errors import StorageError, UnknownModelError, UnsupportedError, UserError
 from planish.files import cache_home
@@ -272,7 +272,9 @@ def hub_cache_directory(name: str) -> Path | None:
         return None
     try:
         directory = Path(
-            snapshot_download(name, local_files_only=True, allow_patterns=list(HUB_FILES))
+            huggingface_hub.snapshot_download(
+                name, local_files_only=True, allow_patterns=list(HUB_FILES)
+            )
         )
         weight_files(directory)
         has_tokenizer = any(directory.glob("tokenizer*")) or (directory / "vocab.json").is_file()
@@ -291,7 +293,7 @@ def _from_hub_cache(name: str) -> Path:
 def hub_problem() -> str | None:
     """Return why the hub cannot be reached; None if it answers. Takes seconds without a network."""
     try:
-        HfApi().model_info(DEFAULT_MODEL, timeout=HUB_TIMEOUT_SECONDS)
+        huggingface_hub.HfApi().model_info(DEFAULT_MODEL, timeout=HUB_TIMEOUT_SECONDS)
     except Exception as error:  # the exception types depend on the HTTP library
         return _short_message(error)
     return None
@@ -311,14 +313,12 @@ def _from_hub(name: str) -> Path:
     try:
         # Ask for the model's files first, with a short timeout: without a network, a download would
         # retry for a long time.
-        files = {
-            sibling.rfilename
-            for sibling in HfApi().model_info(name, timeout=HUB_TIMEOUT_SECONDS).siblings or ()
-        }
+        found = huggingface_hub.HfApi().model_info(name, timeout=HUB_TIMEOUT_SECONDS)
+        files = {sibling.rfilename for sibling in found.siblings or ()}
         if "config.json" not in files or not any(file.endswith(".safetensors") for file in files):
             raise UnknownModelError("its repository has no config.json with .safetensors files")
         return Path(
-            snapshot_download(
+            huggingface_hub.snapshot_download(
                 name, etag_timeout=HUB_TIMEOUT_SECONDS, allow_patterns=list(HUB_FILES)
             )
         )
