@@ -1,6 +1,6 @@
 # demo and test do all their own set-up: a virtual environment, pinned packages, the embedded model.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-extras lint docs site dist release bench bench-peers clean
+.PHONY: help demo test test-all test-extras test-vllm lint docs site dist release bench bench-peers clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -49,6 +49,7 @@ help:
 	@echo "make test   the test suite"
 	@echo "make test-all  the slow tests: servers, crashes, started programs, interpreted Triton kernels"
 	@echo "make test-extras  tests with the real Inspect, verifiers, Trackio, TRL, sentencepiece, OpenAI clients and tinker-cookbook"
+	@echo "make test-vllm  install vLLM for CPUs (gigabytes), and sample from it"
 	@echo "make lint   ruff, pyright, and the limits of sizes and imports"
 	@echo "make docs   write docs/reference/file-tree.md"
 	@echo "make site   build the documentation as a site, with search and the reference of Python: build/site/html"
@@ -77,6 +78,10 @@ test-all: $(VENV)/.dev $(VENV)/.model
 test-extras: $(EXTRAS_VENV)/.made $(VENV)/.model
 	PATH=$(abspath $(EXTRAS_VENV))/node_modules/.bin:$$PATH \
 	$(call PYTEST,$(EXTRAS_VENV)) --dist loadfile -m "not gpu" --timeout 600 --no-skips $(EXTRAS_TESTS)
+
+test-vllm: $(VENV)/.dev $(VENV)/.model
+	PLANISH_VLLM_PYTHON=$$($(BIN)/python benchmarks/environments.py vllm | tail -1) \
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m vllm --timeout 1800 tests/fleet/test_vllm.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
