@@ -136,7 +136,7 @@ def ratios(model: Path, marks: Any) -> dict[str, tuple[float, float]]:
     One is that of the longest measured sequence, and the other is scaled to LONG tokens. Activations
     are stored, recomputed, or recomputed from inputs in main memory.
     """
-    from planish.engine.training.trainer import TrainerSettings
+    from planish.engine.training.trainer_settings import TrainerSettings
 
     found = {}
     modes = (("stored", False, False), ("recomputed", True, False), ("offloaded", True, True))

@@ -24,7 +24,7 @@ import torch
 
 from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.settings import EngineSettings, choose_device, choose_dtype
-from planish.engine.training.trainer import TrainerSettings, input_bytes
+from planish.engine.training.trainer_settings import TrainerSettings, input_bytes
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.delta_net import state_bytes

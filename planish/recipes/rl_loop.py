@@ -53,7 +53,7 @@ from planish.runlog.checkpoints import (
 )
 from planish.runlog.console import StepDisplay, step_line
 from planish.runlog.plotting import draw_curve
-from planish.runlog.run_directory import RunDirectory, names_at_default
+from planish.runlog.run_directory import RunDirectory
 from planish.runlog.spans import Spans
 from planish.training.option_rules import (
     GROUP_SIZE,
@@ -171,15 +171,7 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
         test_problems = load_problems(config.dataset, config.test_split or "test")
         test_problems = test_problems[: config.eval_problems]
     require_batch(config, problems)
-    with (
-        RunDirectory(
-            config.log_path,
-            chz.asdict(config),
-            may_change=RESUMABLE_OPTIONS,
-            at_default=names_at_default(config),
-        ) as run,
-        Grader() as grader,
-    ):
+    with RunDirectory.of_options(config, RESUMABLE_OPTIONS) as run, Grader() as grader:
         start = start_run(config, service_client, run, len(problems), "rl_loop")
         client = start.training_client
         renderer = choose_renderer(config.renderer_name, config.model_name, client.get_tokenizer())

@@ -43,7 +43,7 @@ from planish.runlog.checkpoints import (
 )
 from planish.runlog.console import StepDisplay, step_line
 from planish.runlog.plotting import draw_curve
-from planish.runlog.run_directory import RunDirectory, names_at_default
+from planish.runlog.run_directory import RunDirectory
 from planish.runlog.spans import Spans
 from planish.supervised.rendering import check_conversation, plain_text_example
 from planish.training.option_rules import POSITIVE, at_least, check_fields, require, zero_for
@@ -138,12 +138,7 @@ def train(config: Config, service_client: ServiceClient) -> Path:
     renderer = choose_renderer(config.renderer_name, config.model_name, tokenizer)
     check_data(conversations, renderer, config, "train")
     check_data(test_conversations, renderer, config, "test")
-    with RunDirectory(
-        config.log_path,
-        chz.asdict(config),
-        may_change=RESUMABLE_OPTIONS,
-        at_default=names_at_default(config),
-    ) as run:
+    with RunDirectory.of_options(config, RESUMABLE_OPTIONS) as run:
         start = start_run(config, service_client, run, len(conversations), "sl_loop")
         if start.batch >= steps:
             draw_loss_curve(config, run)

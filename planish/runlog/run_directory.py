@@ -132,6 +132,16 @@ class RunDirectory:
             self._lock.release()
             raise
 
+    @classmethod
+    def of_options(cls, options: Any, may_change: Collection[str]) -> Self:
+        """Create or open the directory `options.log_path` of a chz object. See `RunDirectory`."""
+        return cls(
+            options.log_path,
+            chz.asdict(options),
+            may_change=may_change,
+            at_default=names_at_default(options),
+        )
+
     def __enter__(self) -> Self:
         return self
 

@@ -24,7 +24,7 @@ from variants import slow_after
 from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
-from planish.engine.training.trainer import TrainerSettings
+from planish.engine.training.trainer_settings import TrainerSettings
 from planish.model import experts
 from planish.model.decoder import Decoder
 from planish.model.kernels.cpp import ops

@@ -16,7 +16,7 @@ from planish.engine.engine import Engine
 from planish.engine.memory import RUNTIME_BYTES, DeviceMemory, ModelMemory
 from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.settings import EngineSettings
-from planish.engine.training.trainer import TrainerSettings
+from planish.engine.training.trainer_settings import TrainerSettings
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder

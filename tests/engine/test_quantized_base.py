@@ -19,7 +19,8 @@ from planish.engine.checkpoints.files import MANIFEST_FILE
 from planish.engine.engine import Engine
 from planish.engine.memory import DeviceMemory
 from planish.engine.settings import EngineSettings
-from planish.engine.training.trainer import Trainer, TrainerSettings
+from planish.engine.training.trainer import Trainer
+from planish.engine.training.trainer_settings import TrainerSettings
 from planish.errors import CheckpointError, UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder

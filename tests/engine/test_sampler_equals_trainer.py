@@ -14,7 +14,8 @@ from backends import with_tiling
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.training.adapters import Adapter
-from planish.engine.training.trainer import Trainer, TrainerSettings
+from planish.engine.training.trainer import Trainer
+from planish.engine.training.trainer_settings import TrainerSettings
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.kernels.choose import choose_backend

@@ -8,7 +8,7 @@ from planish.engine.base_models import BaseModel, is_wsl
 from planish.engine.memory import ModelMemory
 from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.settings import EngineSettings, choose_device
-from planish.engine.training.trainer import TrainerSettings
+from planish.engine.training.trainer_settings import TrainerSettings
 from planish.errors import UserError
 from planish.testing import tiny_model
 

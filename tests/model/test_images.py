@@ -22,7 +22,8 @@ from planish.engine.checkpoints.files import peft_config
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.training.adapters import Adapter
-from planish.engine.training.trainer import Trainer, TrainerSettings
+from planish.engine.training.trainer import Trainer
+from planish.engine.training.trainer_settings import TrainerSettings
 from planish.errors import DamagedFileError, UnsupportedError, UserError
 from planish.images import MAX_IMAGE_PIXELS, ImageChunk
 from planish.model.base_decoder import BaseDecoder

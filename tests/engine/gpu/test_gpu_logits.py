@@ -14,7 +14,8 @@ from test_trainer import group_datums, relative
 from transformers import AutoModelForCausalLM
 
 from planish.engine.training.adapters import Adapter
-from planish.engine.training.trainer import Trainer, TrainerSettings
+from planish.engine.training.trainer import Trainer
+from planish.engine.training.trainer_settings import TrainerSettings
 from planish.model.decoder import Decoder
 from planish.model.kernels.cpp import ops
 from planish.model.lora import LoraLayout

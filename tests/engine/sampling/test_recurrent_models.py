@@ -22,7 +22,7 @@ from planish.engine.sampling.plan import StepOutput, StepPlan
 from planish.engine.sampling.requests import Prompt, PromptTensors, RunningSample
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
-from planish.engine.training.trainer import TrainerSettings
+from planish.engine.training.trainer_settings import TrainerSettings
 from planish.errors import UserError
 from planish.model.decoder import Decoder
 from planish.model.delta_net import state_bytes

@@ -19,7 +19,8 @@ from variants import slow_after
 from planish.engine.checkpoints.files import peft_config
 from planish.engine.training import trainer as trainer_module
 from planish.engine.training.adapters import Adapter
-from planish.engine.training.trainer import Trainer, TrainerSettings
+from planish.engine.training.trainer import Trainer
+from planish.engine.training.trainer_settings import TrainerSettings
 from planish.errors import NonFiniteError, UnsupportedError, UserError
 from planish.model.decoder import Decoder
 from planish.model.kernels.choose import reference_backend

@@ -13,7 +13,8 @@ from torch import Tensor
 from variants import slow_after
 
 from planish.engine.training.adapters import Adapter
-from planish.engine.training.trainer import Trainer, TrainerSettings
+from planish.engine.training.trainer import Trainer
+from planish.engine.training.trainer_settings import TrainerSettings
 from planish.model.decoder import Decoder
 from planish.model.kernels.reference.attention import dense_mask_attention
 from planish.model.kernels.triton import parts, tree_attention

@@ -1,0 +1,158 @@
+"""`TrainerSettings`: what bounds the memory of the trainer, and estimates of that memory."""
+
+# Options may come from configuration files, so their types are checked.
+# pyright: reportUnnecessaryIsInstance=false
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from planish.model.config import ModelConfig
+from planish.model.delta_net import activation_bytes_per_row, backward_bytes
+from planish.model.kernels.backend import Backend
+from planish.model.lora import fused_modules, padded_lora_columns
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """Settings that bound the memory of the trainer's forward and backward passes."""
+
+    micro_batch_tokens: int = 4096
+    """Maximum number of tokens per micro-batch. A longer sequence runs alone, with activation
+    checkpointing: only each layer's input is stored.
+    """
+    recompute: bool = False
+    """Whether every micro-batch uses activation checkpointing: only each layer's input is stored,
+    and the backward pass recomputes the rest.
+    """
+    max_sequence_tokens: int | None = None
+    """The longest sequence whose backward pass fits into memory, if nothing but weights and
+    adapters takes memory beside it. None: the memory is unknown or shared, as on a CPU.
+    """
+    offload_above: int | None = None
+    """Sequences of more tokens use activation checkpointing, and keep each layer's input in main
+    memory instead of the GPU's. None: no sequence does.
+    """
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if `micro_batch_tokens` is not a whole number of at least 1."""
+        value = self.micro_batch_tokens
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"micro_batch_tokens={value!r}: give a whole number of at least 1")
+
+    def recomputes(self, num_tokens: int) -> bool:
+        """Return whether a micro-batch of `num_tokens` tokens uses activation checkpointing."""
+        return self.recompute or num_tokens > self.micro_batch_tokens or self.offloads(num_tokens)
+
+    def offloads(self, num_tokens: int) -> bool:
+        """Return whether a micro-batch of `num_tokens` keeps the layers' inputs in main memory."""
+        return self.offload_above is not None and num_tokens > self.offload_above
+
+    def activation_bytes(
+        self, backend: Backend, num_tokens: int | None = None, rank: int = 32
+    ) -> int:
+        """Return the estimated peak of a micro-batch's forward and backward pass in bytes.
+
+        It consists of the tensors stored for the backward pass, and of the temporary tensors of one
+        layer or of the head. `num_tokens`: size of the micro-batch, by default
+        `micro_batch_tokens`. `rank`: the LoRA rank.
+        """
+        config = backend.config
+        num_tokens = self.micro_batch_tokens if num_tokens is None else num_tokens
+        itemsize, logit_itemsize = backend.dtype.itemsize, backend.logits_dtype.itemsize
+        layers = range(config.num_layers)
+        layer_bytes = self._attention_bytes(backend) + max(
+            self._mlp_bytes(backend, rank, layer) for layer in layers
+        )
+        if config.hf is not None:
+            # Modelling code stores float32 copies in norms, the parts of RoPE, and the outputs of
+            # experts before they are weighted. The factors were measured.
+            layer_bytes = layer_bytes * (5 if config.num_experts else 3) // 2
+        if config.delta_net is not None:
+            # Estimate a gated delta-net layer as a layer with attention plus the tensors that only
+            # a gated delta net stores.
+            layer_bytes += activation_bytes_per_row(config.delta_net, backend.dtype)
+        # The backward pass of a layer needs the gradients of about two fifths of what the layer
+        # stores, and those of all pairs of a row and an expert.
+        pair_size = 3 * config.hidden_size + 4 * config.expert_size
+        temporary_bytes = max(layer_bytes * 2 // 5, itemsize * config.experts_per_token * pair_size)
+        # The gradient of the logits, in both dtypes, exists for one chunk of rows.
+        chunk_bytes = min(num_tokens, backend.head_rows) * config.vocab_size
+        chunk_bytes *= logit_itemsize + itemsize
+        if self.recomputes(num_tokens):
+            stored_bytes = 0
+            if not self.offloads(num_tokens):
+                stored_bytes = num_tokens * config.num_layers * input_bytes(config)
+            backward_layer_bytes = num_tokens * (layer_bytes + temporary_bytes)
+        else:
+            stored_bytes = num_tokens * config.num_layers * layer_bytes
+            backward_layer_bytes = num_tokens * temporary_bytes
+            chunk_bytes += num_tokens * logit_itemsize * config.vocab_size
+        backward_layer_bytes += backward_bytes(config, num_tokens)
+        return stored_bytes + max(backward_layer_bytes, chunk_bytes)
+
+    def _attention_bytes(self, backend: Backend) -> int:
+        """Return the bytes per token that a layer stores for its norms and its attention."""
+        config = backend.config
+        query_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        # The inputs of all norms and the log-sum-exp of the attention are float32.
+        num_float32_values = config.hidden_size * 2 + config.num_heads
+        if config.output_norms:
+            num_float32_values += 2 * config.hidden_size
+        if config.qk_norm:
+            num_float32_values += query_size + kv_size
+        # The other tensors have the dtype of the matmuls: the outputs of both norms, the output of
+        # the fused projection, of which v is a view, q and k after RoPE, and the attention output.
+        num_model_dtype_values = 2 * config.hidden_size + 3 * (query_size + kv_size)
+        return 4 * num_float32_values + backend.dtype.itemsize * num_model_dtype_values
+
+    def _mlp_bytes(self, backend: Backend, rank: int, layer: int) -> int:
+        """Return the bytes per token that a layer stores for its MLP and all LoRA hidden states."""
+        config, itemsize = backend.config, backend.dtype.itemsize
+        lora_columns = [
+            padded_lora_columns(len(names) * rank) for names in fused_modules(config, layer)
+        ]
+        if not config.has_experts(layer):
+            return itemsize * (3 * config.intermediate_size + sum(lora_columns))
+        # Each pair of a token and an expert stores gate, up and two LoRA hidden states. The router
+        # stores its float32 input, its logits and its probabilities.
+        num_values_per_pair = 2 * config.expert_size + sum(lora_columns[2:4])
+        router_bytes = 4 * (config.hidden_size + 3 * config.num_experts)
+        num_shared_expert_values = 0
+        if config.has_shared_expert:
+            # The shared expert is a dense MLP. Its output is stored too, because the gate
+            # multiplies that output.
+            num_shared_expert_values = (
+                3 * config.intermediate_size + config.hidden_size + sum(lora_columns[4:])
+            )
+        num_expert_values = config.experts_per_token * num_values_per_pair
+        return (
+            itemsize * (sum(lora_columns[:2]) + num_expert_values + num_shared_expert_values)
+            + router_bytes
+        )
+
+    def reserved_bytes(self, backend: Backend, num_tokens: int | None = None) -> int:
+        """Return the estimated bytes that forward and backward passes occupy, in use or cached.
+
+        The estimate is `activation_bytes` plus 25% for fragmentation.
+        """
+        return self.activation_bytes(backend, num_tokens) * 5 // 4
+
+    def longest_sequence(self, backend: Backend, num_bytes: float) -> int:
+        """Return the tokens of the longest sequence whose passes occupy at most `num_bytes`.
+
+        All shorter ones must fit, up to `offload_above` tokens.
+        """
+        fitting = self.offload_above or 0
+        return fitting + bisect_right(
+            range(fitting + 1, backend.config.max_context + 1),
+            num_bytes,
+            key=lambda num_tokens: self.reserved_bytes(backend, num_tokens),
+        )
+
+
+def input_bytes(config: ModelConfig) -> int:
+    """Return the bytes per token of a layer's input, which activation checkpointing stores."""
+    return 4 * config.hidden_size
