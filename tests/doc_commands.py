@@ -46,6 +46,7 @@ NOT_RUN = {
     r"planish doctor --(gpu-report|plan)": "needs a GPU, or the files of a large model; tests/doctor "
     "runs it",
     r"head=|srun |sleep ": "needs a cluster; tests/fleet starts several processes",
+    r"\S* ?vllm serve ": "needs vLLM and a model of the hub; make test-vllm starts vLLM itself",
     r"planish rollouts .*--eval": "needs a run with an evaluation; "
     "tests/commands/test_rollouts_command.py has one",
     r"planish runs --base-url|planish checkpoints publish": "needs a server; tests/commands/test_cli_commands.py runs it",

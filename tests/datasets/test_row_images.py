@@ -317,10 +317,10 @@ def test_a_model_of_text_rejects_images_before_training(folder, tmp_path):
 
 
 def test_a_model_whose_images_planish_does_not_read_rejects_them(folder, tmp_path):
-    """Qwen3.5 has an image processor and a vision tower, and planish loads its text model only."""
+    """Mistral 3 has an image processor and a vision tower, and planish loads its text model only."""
     model = tiny_vision_model(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_5"}))
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "mistral3"}))
     with pytest.raises(UserError, match="line 1: .* is an image.*only text"):
         supervised(written(folder, chat("<image>", images=[RED])), str(model))
 

@@ -41,7 +41,8 @@ def options_of(recipe: Any, arguments: list[str]) -> Any:
     presets = getattr(recipe, "PRESETS", {})
     if hasattr(recipe, "with_env_defaults"):
         presets, arguments = recipe.with_env_defaults(arguments)
-    return read_options(recipe.Options, presets, arguments)
+    options = recipe.Options if hasattr(recipe, "Options") else recipe.Config
+    return read_options(options, presets, arguments)
 
 
 def is_told(text: str, value: Any) -> bool:
