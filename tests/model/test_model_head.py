@@ -12,7 +12,7 @@ from variants import slow_after
 from planish.model.head import exact_logits, head_logits, scored_logprobs
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.linear import PackedLinear
-from planish.model.kernels.reference.head import _top_tokens
+from planish.model.kernels.reference.head import top_tokens
 from planish.model.kernels.reference.probe import cancelling_inputs
 from planish.model.lora import LoraMatrices
 
@@ -154,7 +154,7 @@ def test_head_logits_agree_with_scored_logprobs(dtype):
 @pytest.mark.parametrize("vocab", [5, 272, 3000, 4096, 8191])
 def test_the_search_for_the_largest_logits_is_exact(vocab: int):
     logits = torch.randn(40, vocab, generator=torch.Generator().manual_seed(3))
-    found = _top_tokens(logits, min(16, vocab))
+    found = top_tokens(logits, min(16, vocab))
     assert torch.equal(found.sort(1).values, logits.topk(min(16, vocab), 1).indices.sort(1).values)
 
 
