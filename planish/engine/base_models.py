@@ -87,7 +87,8 @@ class BaseModel:
         if num_shards > 1:
             check_shardable(config, num_shards, settings.quantize)
             local_config = shard_config(config, num_shards)
-        self.backend, verdicts = checked_backend(directory, local_config, settings)
+        backend, verdicts = checked_backend(directory, local_config, settings)
+        self.backend: Backend = backend
         self.directory = directory
         self.config = config
         self.fingerprint = weights_fingerprint(directory)
