@@ -608,7 +608,7 @@ def test_a_run_is_stopped_and_resumed_on_the_page(page, tmp_path):
             expect(page.locator("tbody .state")).to_have_text("running", timeout=120_000)
             page.goto(f"{url}/checkpoints?run=own/run")
             page.get_by_role("button", name="Stop after this step").click()
-            assert run_process.wait(120) == 0
+            assert run_process.wait(300) == 0
             expect(page.locator("h1 + .state")).to_have_text("stopped")
             [stopped] = read_rows(run / "checkpoints.jsonl")
             expect(page.locator("tbody tr td").nth(1)).to_have_text(str(stopped["batch"]))

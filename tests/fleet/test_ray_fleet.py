@@ -99,10 +99,12 @@ def test_three_replicas_two_and_one_have_the_bits_of_one_engine(model_dir, tmp_p
         while True:
             replicas = fleet.replicas.live()
             before = {replica.number: replica.num_micro_batches for replica in replicas}
-            assert run_grpo(client, NUM_STEPS) == undisturbed
+            homes: list[Replica] = []
+            steps = run_grpo(client, NUM_STEPS, lambda step: homes.append(home_of(fleet)))
+            assert steps == undisturbed
             assert all(replica.num_samples for replica in replicas)
             # The home's own micro-batches are not counted.
-            others = [r for r in replicas if r is not home_of(fleet)]
+            others = [r for r in replicas if r is not homes[-1]]
             assert all(replica.num_micro_batches > before[replica.number] for replica in others)
             if not others:
                 break

@@ -41,6 +41,21 @@ export async function groupView(area, { run, params, signal, onKey }) {
   drawLegend(mode);
   if (!answer.rollouts.length) area.append(notice("There is no such group.", exported ? "This file contains some groups of each run; the others are in the run directory." : "The run may have been resumed before this step."));
   if (isShared && question) area.append(h("section", { class: "card question-card" }, h("h2", {}, "Question"), foldable(question)));
+  // Keys work while the rest of the page is still loading.
+  const wanted = params.get("sample"), focus = (index) => {
+    const target = cards[Math.max(0, Math.min(cards.length - 1, index))];
+    target?.focus();
+    target?.scrollIntoView({ block: "nearest", inline: "nearest" });
+  };
+  const start = answer.rollouts.findIndex((rollout) => String(rollout.sample) === wanted);
+  onKey((event) => {
+    if (event.target.closest?.(".answer")) return;
+    const here = cards.indexOf(document.activeElement?.closest?.(".rollout"));
+    if (event.key === "j") focus(here < 0 ? Math.max(0, start) : here + 1);
+    else if (event.key === "k") focus(here < 0 ? Math.max(0, start) : here - 1);
+    else if (event.key === "n") area.querySelector("a[rel=next]")?.click();
+    else if (event.key === "p") area.querySelector("a[rel=prev]")?.click();
+  });
   if (await actionsAllowed(signal)) {
     const { checkpoints } = await get("checkpoints", { run }, signal);
     const place = { run, split, step: Number(step), group: Number(group) }, weights = { checkpoint: "" };
@@ -50,21 +65,7 @@ export async function groupView(area, { run, params, signal, onKey }) {
     area.append(h("p", { class: "soft" }, "To sample these answers again: ", h("code", {}, `planish replay ${answer.path} --step ${step} --group ${group}`)));
   }
   area.append(h("div", { class: "answers" }, cards));
-  const wanted = params.get("sample"), focus = (index) => {
-    const target = cards[Math.max(0, Math.min(cards.length - 1, index))];
-    target?.focus();
-    target?.scrollIntoView({ block: "nearest", inline: "nearest" });
-  };
-  const start = answer.rollouts.findIndex((rollout) => String(rollout.sample) === wanted);
   if (start >= 0) { cards[start].classList.add("current"); cards[start].scrollIntoView({ block: "nearest" }); }
-  onKey((event) => {
-    if (event.target.closest?.(".answer")) return;
-    const here = cards.indexOf(document.activeElement?.closest?.(".rollout"));
-    if (event.key === "j") focus(here < 0 ? Math.max(0, start) : here + 1);
-    else if (event.key === "k") focus(here < 0 ? Math.max(0, start) : here - 1);
-    else if (event.key === "n") area.querySelector("a[rel=next]")?.click();
-    else if (event.key === "p") area.querySelector("a[rel=prev]")?.click();
-  });
 }
 
 /** Say which weights sampled the group, and how many steps they are behind those that it trains. */
