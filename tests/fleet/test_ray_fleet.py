@@ -95,11 +95,11 @@ def undisturbed(model_dir, tmp_path_factory) -> list:
 def test_three_replicas_two_and_one_have_the_bits_of_one_engine(model_dir, tmp_path, undisturbed):
     fleet = ray_fleet(model_dir, tmp_path, 3)
     client = ServiceClient(service=fleet)
+    homes: list[Replica] = []
     try:
         while True:
             replicas = fleet.replicas.live()
             before = {replica.number: replica.num_micro_batches for replica in replicas}
-            homes: list[Replica] = []
             steps = run_grpo(client, NUM_STEPS, lambda step: homes.append(home_of(fleet)))
             assert steps == undisturbed
             assert all(replica.num_samples for replica in replicas)
