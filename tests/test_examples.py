@@ -111,6 +111,7 @@ def test_control_c_in_the_second_script_of_the_readme_ends_without_a_traceback(w
     [_, script] = scripts_of_the_readme()
     # The reward function sends one signal, in the middle of the first step.
     script = script.replace("    return -abs", "    send() if sending else None\n    return -abs")
+    script = script.replace("num_epochs=5", "max_steps=2")
     script = SENDING_CONTROL_C + script
     (workplace / "stopped.py").write_text(script.replace("runs/lengths", "runs/stopped"))
     (workplace / "questions.jsonl").write_text('{"prompt": "The sea", "length": 60}\n' * 32)

@@ -217,15 +217,17 @@ def test_closing_ends_the_processes_and_their_children(tmp_path):
     assert has_ended(pid)
 
 
+@pytest.mark.slow
 def test_the_death_of_the_program_ends_the_processes(tmp_path):
     program = (
         "import os, pathlib, sys, time; from planish.fleet.vllm.process import VllmProcess; "
-        "VllmProcess(['sh', '-c', 'sleep 1000 & echo $!; wait'], os.environ, "
-        "pathlib.Path(sys.argv[1])).status; time.sleep(1000)"
+        "process = VllmProcess(['sh', '-c', 'sleep 1000 & echo $!; wait'], os.environ, "
+        "pathlib.Path(sys.argv[1])); time.sleep(1000)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "log")])
     try:
         pid = wait_for_pid(tmp_path / "log")
+        assert not has_ended(pid)
     finally:
         parent.kill()
         parent.wait()
