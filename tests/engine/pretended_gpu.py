@@ -30,6 +30,7 @@ from planish.engine.sampling.sampler import Sampler
 from planish.model.kernels.triton import common
 from planish.model.kernels.triton.families import FAMILIES
 from planish.model.kernels.verdicts import Verdict
+from planish.model.quantization import dynamic_values, four_bit_values, mxfp4_scales
 
 GPU = torch.device("cuda", 0)
 WAITING = (
@@ -231,6 +232,9 @@ def _fill(made: Tensor) -> None:
 def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[Marks]:
     marks = Marks()
     patch_cuda(patch)
+    # Tables that an earlier test has cached are on the CPU.
+    for table in (four_bit_values, dynamic_values, mxfp4_scales):
+        table.cache_clear()
     patch.setattr(common, "shared_memory", lambda _: common.HOPPER_SHARED)
     passed = [Verdict(family, True) for family in FAMILIES]
     patch.setattr(base_models, "check_kernels", lambda *_: passed)
