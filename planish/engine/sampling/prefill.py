@@ -169,11 +169,9 @@ class Prefill:
         prompt.num_computed_tokens += hidden.shape[0]
         if tensors.rest_hidden is not None:
             hidden = torch.cat([tensors.rest_hidden, hidden])
-        *chunks, rest = [*hidden.split(self.chunk_size), hidden[:0]]
-        if chunks and len(chunks[-1]) < self.chunk_size:
-            rest = chunks.pop()
-        tensors.chunk_hidden += [chunk.clone() for chunk in chunks]
-        tensors.rest_hidden = rest.clone()
+        chunks = [chunk.clone() for chunk in hidden.split(self.chunk_size)]
+        tensors.rest_hidden = chunks.pop() if len(chunks[-1]) < self.chunk_size else None
+        tensors.chunk_hidden += chunks
         if prompt.is_ready:
             prompt.tensors = PromptTensors(last_hidden=hidden[-1:].clone(), state=tensors.state)
             self._add_to_prefix_cache(prompt, tensors)

@@ -127,7 +127,7 @@ class PromptTensors:
     """The final hidden states [chunk, D] of each complete chunk, until the prompt is ready."""
     rest_hidden: Tensor | None = None
     """The final hidden states of the computed positions after the last complete chunk, until the
-    prompt is ready. None before the first step.
+    prompt is ready; None if there are none.
     """
     state: RecurrentState | None = None
     """The recurrent state after the last computed position. It is never changed in place. None if

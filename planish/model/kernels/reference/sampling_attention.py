@@ -31,7 +31,7 @@ from planish.model.kv_cache import (
     SlotOwner,
 )
 from planish.model.positions import SPAN, round_up_to_spans
-from planish.model.transfer import on_device
+from planish.model.transfer import copy_async
 
 ATTENDED_ROWS = 16
 """The maximum number of query rows that one thread of the C++ kernels processes at a time.
@@ -65,6 +65,8 @@ class PrefillAttention:
         of scores (see `ModelConfig.score_cap`).
         """
         self._spans, self._windows, self._cap = spans, windows, cap
+        self._visible: list[Tensor] | None = None
+        """`PrefillSpan.visible` of each span on the device, copied there in the first layer."""
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
@@ -74,15 +76,18 @@ class PrefillAttention:
         `q`, `k` and `v` are [T, heads, head_dim]. `sinks`: float32 [Hq], or None (see `Attend`).
         The output of padding rows is 0.
         """
+        if self._visible is None:
+            self._visible = [copy_async(torch.from_numpy(s.visible), q.device) for s in self._spans]
         out = torch.zeros_like(q)
-        for span in self._spans:
+        for span, visible in zip(self._spans, self._visible, strict=True):
             rows = slice(span.row, span.row + span.count)
-            self._attend(span, layer, q[rows], k[rows], v[rows], out[rows], sinks)
+            self._attend(span, visible, layer, q[rows], k[rows], v[rows], out[rows], sinks)
         return out
 
     def _attend(
         self,
         span: PrefillSpan,
+        visible: Tensor,
         layer: int,
         q: Tensor,
         k: Tensor,
@@ -94,7 +99,6 @@ class PrefillAttention:
         keys[:, span.start : span.start + span.count] = k.transpose(0, 1)
         values[:, span.start : span.start + span.count] = v.transpose(0, 1)
         heads, group = k.shape[1], q.shape[1] // k.shape[1]
-        visible = on_device(span.visible.tolist(), torch.int64, q.device)
         for first in range(0, span.count, _QUERY_BLOCK):
             part = q[first : first + _QUERY_BLOCK]
             ends = span.start + first + torch.arange(1, len(part) + 1, device=q.device)
