@@ -95,7 +95,8 @@ class EngineSettings:
                 f"quantize={self.quantize!r}: give {', '.join(map(repr, SCHEMES))}, or None for "
                 "weights in the model's dtype"
             )
-        for name, value in self.memory_limits.items():
+        numbers = {**self.memory_limits, "tensor_parallel": self.tensor_parallel}
+        for name, value in numbers.items():
             minimum = 0 if name == "prefix_cache_bytes" else 1
             if value is not None and (
                 isinstance(value, bool) or not isinstance(value, int) or value < minimum
@@ -106,8 +107,6 @@ class EngineSettings:
                 )
         checked_substitutes(self.substitute_losses or {})
         wants_graphs()
-        if self.tensor_parallel is not None:
-            check_num_shards(self.tensor_parallel)
         shard_devices(choose_device(self.device), self.num_shards)
 
     @property
@@ -145,13 +144,6 @@ def choose_device(name: str) -> torch.device:
     # torch.cuda.set_device needs an index. Without an index, "cuda" could be a different GPU in
     # each thread.
     return torch.device("cuda", device.index or 0) if Device(device).is_gpu else device
-
-
-def check_num_shards(tensor_parallel: int) -> None:
-    """Raise UserError unless `tensor_parallel` is a whole number of at least 1."""
-    value = tensor_parallel
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"tensor_parallel={value!r}: give a whole number of at least 1")
 
 
 def shard_devices(device: torch.device, tensor_parallel: int) -> list[torch.device]:

@@ -62,8 +62,8 @@ class Fleet:
         `start_link` starts a process. `put` stores a version of an adapter, and returns what the
         replicas get in its place. `cluster_fault` returns why the whole cluster is lost, or None.
         `check_free` raises UserError if there is no device for one more replica. The replicas with
-        the numbers in `drained` are not started. A replica that does not answer for `silent_seconds`, or whose engine makes no progress for
-        `stall_seconds`, is replaced.
+        the numbers in `drained` are not started. A replica that does not answer for
+        `silent_seconds`, or whose engine makes no progress for `stall_seconds`, is replaced.
         """
         self._put = put
         self._check_free = check_free

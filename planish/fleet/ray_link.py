@@ -35,11 +35,9 @@ HEAD_SECONDS = 20.0
 """If the head of the cluster does not answer for so long, the fleet ends. It must be less than the
 60 s after which Ray ends this process without an exception (gcs_rpc_server_reconnect_timeout_s).
 """
-
-
 _SLOW_START = (
-    "a replica has not started for 60 s: it waits for a free device in the cluster (see `ray "
-    "status`), or its machine reads Python packages slowly"
+    f"a replica has not started for {_SLOW_START_SECONDS:.0f} s: it waits for a free device in the "
+    "cluster (see `ray status`), or its machine reads Python packages slowly"
 )
 
 _log = logging.getLogger(__name__)

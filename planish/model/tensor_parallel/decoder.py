@@ -31,7 +31,7 @@ from planish.model.kernels.interface import (
     Lora,
 )
 from planish.model.kernels.linear import PackedLinear
-from planish.model.kernels.reference.head import top_tokens
+from planish.model.kernels.reference.head import recomputed_top_logits
 from planish.model.kv_cache import KVChunk, KVPool, KVPools, KVSpec, PrefillSpan, SlotOwner
 from planish.model.layers import DenseMLP
 from planish.model.lora import (
@@ -467,13 +467,12 @@ class _ShardedHead:
         float32_logits: Tensor | None = None,
     ) -> ExactLogits:
         """Find the k largest `logits` of each row, and return them recomputed in float32."""
-        tokens = top_tokens(logits, k)
-        rows = torch.arange(len(hidden), device=hidden.device).repeat_interleave(k)
-        exact = self.token_logits(hidden, head, adapters, rows, tokens.flatten())
-        exact = exact.view(tokens.shape)
-        if float32_logits is not None:
-            float32_logits.copy_(logits).scatter_(1, tokens, exact)
-        return tokens, exact
+        return recomputed_top_logits(
+            lambda rows, tokens: self.token_logits(hidden, head, adapters, rows, tokens),
+            logits,
+            k,
+            float32_logits,
+        )
 
     def token_logits(
         self,

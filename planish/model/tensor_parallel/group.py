@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -123,14 +123,13 @@ class ShardGroup:
             )
         self._processes.append(process)
         self._connections.append(Connection(own_end.detach()))
-        options = self._options
-        values = {
-            **{name: getattr(options, name) for name in options.__dataclass_fields__},
-            "shard": Shard(rank, options.shard.num_shards),
-            "device": device,
-            "store_file": self._store_file,
-        }
-        self._connections[-1].send_bytes(pickle.dumps(FollowerOptions(**values)))
+        options = replace(
+            self._options,
+            shard=Shard(rank, self._options.shard.num_shards),
+            device=device,
+            store_file=self._store_file,
+        )
+        self._connections[-1].send_bytes(pickle.dumps(options))
 
     def connect(self) -> Collectives:
         """Wait until all ranks have loaded their weights, and return rank 0's collectives."""

@@ -5,7 +5,7 @@ Shapes: see kernels/interface.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -69,13 +69,12 @@ class TorchHead:
         float32_logits: Tensor | None = None,
     ) -> ExactLogits:
         """Find the k largest `logits` of each row, and return them recomputed in float32."""
-        tokens = top_tokens(logits, k)
-        rows = torch.arange(hidden.shape[0], device=hidden.device).repeat_interleave(k)
-        exact = self.token_logits(hidden, head, adapters, rows, tokens.flatten())
-        exact = exact.view(tokens.shape)
-        if float32_logits is not None:
-            float32_logits.copy_(logits).scatter_(1, tokens, exact)
-        return tokens, exact
+        return recomputed_top_logits(
+            lambda rows, tokens: self.token_logits(hidden, head, adapters, rows, tokens),
+            logits,
+            k,
+            float32_logits,
+        )
 
     def token_logits(
         self,
@@ -152,6 +151,24 @@ class TorchHeadAdapters:
                 lora.b_matrices[0][tokens[own_pairs]],
             )
             out[own_pairs] += (lora_hidden.to(out.dtype) * b.to(out.dtype)).sum(-1)
+
+
+def recomputed_top_logits(
+    token_logits: Callable[[Tensor, Tensor], Tensor],
+    logits: Tensor,
+    k: int,
+    float32_logits: Tensor | None,
+) -> ExactLogits:
+    """Find the k largest `logits` [R, V] of each row, and recompute them (see `Head.top_logits`).
+
+    `token_logits` returns single logits [P] in float32 or wider, given rows and tokens, int64 [P].
+    """
+    tokens = top_tokens(logits, k)
+    rows = torch.arange(len(logits), device=logits.device).repeat_interleave(k)
+    exact = token_logits(rows, tokens.flatten()).view(tokens.shape)
+    if float32_logits is not None:
+        float32_logits.copy_(logits).scatter_(1, tokens, exact)
+    return tokens, exact
 
 
 def top_tokens(logits: Tensor, k: int) -> Tensor:

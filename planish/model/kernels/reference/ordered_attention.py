@@ -117,7 +117,8 @@ def attend(
     Each row attends to the first `visible` [G, 1, M] keys, or to the last `window` of these. With
     `window_ends` [G, 1, M], it attends to the keys from window_ends - window on. The
     keys start at position 0, and their number must be a multiple of SPAN. `sinks`: the sink of each
-    row, [H, M], or None (see `Attend`). `cap`: as in `attention_scores`. The log-sum-exp contains the sink.
+    row, [H, M], or None (see `Attend`). `cap`: as in `attention_scores`. The log-sum-exp contains
+    the sink.
     """
     rows = q.shape[2]
     missing = max(0, QUERY_ROWS - rows)
