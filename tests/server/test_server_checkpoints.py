@@ -3,17 +3,20 @@ and sessions.
 """
 
 import asyncio
+import errno
 import time
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from server_client import BASE, RANK, TENANT, Client, adam, gradient, running, state
+from server_client import BASE, RANK, TENANT, Client, adam, gradient, make_core, running, state
 
 from planish.errors import DamagedFileError
+from planish.server.durable.checkpoints import CheckpointCatalog
 from planish.server.durable.expiry_clock import ExpiryClock
-from planish.server.results import BadRequest, Gone, NotFound
+from planish.server.results import BadRequest, Done, Failed, Gone, NotFound
 from planish.server.settings import ServerSettings
 from planish.service import CreateModel, LoraConfig, SaveWeights, SaveWeightsForSampler
 
@@ -197,6 +200,56 @@ async def test_a_damaged_checkpoint_does_not_block_expiry_of_others(model_dir, d
         time.sleep(0.01)  # longer than `expiry_delay`
         await server.cleanup.clean()
         assert not weights.exists() or not list(weights.iterdir())
+
+
+async def test_a_repeated_save_that_fails_leaves_its_name_free(model_dir, data_dir, monkeypatch):
+    """The server ends after a save has written its files and before its row. The repeated save
+    fails, because the disk is full. The files of the first attempt do not take the name.
+    """
+    written = asyncio.Event()
+
+    async def never_return(*_: object) -> None:
+        written.set()
+        await asyncio.Event().wait()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    server = make_core(model_dir, data_dir)
+    await server.start()
+    client = await Client.start(server)
+    model = await client.model()
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(CheckpointCatalog, "row_from_files", never_return)
+        first = await model.submit(SaveWeights(model.model_id, "a"))
+        await written.wait()
+        await server.stop(0.1)
+    with monkeypatch.context() as full:
+        full.setattr("planish.engine.checkpoints.store.rename_into_place", refuse)
+        server = make_core(model_dir, data_dir)
+        await server.start()
+        model.client = client = Client(server, client.session_id, samplers=1, models=1)
+        failed = await client.answer(first)
+        assert isinstance(failed, Failed)
+        assert "No space left on device" in failed.message
+    await model.step()
+    path = await model.save("a")
+    assert int(np.frombuffer(state(data_dir, path)["step"], np.int64)[0]) == 1
+    taken = await client.answer(await model.submit(SaveWeights(model.model_id, "a")))
+    assert isinstance(taken, Failed)
+    assert "exists; give another name" in taken.message
+    await server.stop(20)
+
+
+async def test_of_two_saves_under_one_name_at_once_one_fails(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        requests = [await model.submit(SaveWeights(model.model_id, "a")) for _ in range(2)]
+        first, second = [await client.answer(request) for request in requests]
+        assert isinstance(first, Done)
+        assert isinstance(second, Failed)
+        assert "exists; give another name" in second.message
 
 
 async def test_a_copy_belongs_to_a_new_run(model_dir, data_dir):

@@ -195,10 +195,16 @@ class CheckpointCatalog:
         return CheckpointRow.from_checkpoint(info.checkpoint, tenant.name)
 
     async def is_name_free(self, path: str) -> bool:
-        """Return whether a save may replace what is at `path` without being asked to, because
-        nothing is there, or only an expired checkpoint.
+        """Return whether a save may replace what is at `path` without being asked to. This is so if
+        nothing is there, an expired checkpoint, or files without a row. A save leaves such files if
+        it wrote them, was interrupted by a crash, and failed when it was repeated.
+
+        The caller holds the lock of the path. The writing thread reads the row, because the row of
+        the last save may still wait to be written.
         """
-        return not await self._engine.checkpoints.exists(path)
+        if not await self._engine.checkpoints.exists(path):
+            return True
+        return not await self._store.write(select, CheckpointRow, "path = ?", [path])
 
     async def check_quota(self, tenant: Tenant) -> None:
         """Raise BadRequest if the tenant has used up its storage quota, `max_storage_bytes`."""
