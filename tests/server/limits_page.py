@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
@@ -34,16 +35,14 @@ from planish.server.settings import ServerSettings
 _OPENING = """\
 # Limits
 
-The server limits every list, string, object and number of every request. This page is generated
-from the tables and constants with which the server checks requests
-(`python tests/server/limits_page.py > docs/operators/limits.md`). One test compares the page with
-the code and fails for a field without a limit. Another test sends each field of the JSON requests at
-its limit and just above it. A third test sends every field with a value that is far too large
-([reliability.md](reliability.md#test-sizes-and-counts)).
+How large may a request, its fields and a tenant's work be, and what happens beyond? A request that
+exceeds a limit gets status 400 and a message that names the field and the remedy, unless the tables
+say otherwise. A rejected request changes nothing, except that a training request uses up its
+sequence number.
 
-The server answers a request that exceeds a limit with status 400 and a message that names the field
-and the remedy, unless the tables say otherwise. A rejected request changes nothing, except that a
-training request uses up its sequence number.
+This page is generated from the tables and constants with which the server checks requests
+(`python tests/server/limits_page.py > docs/operators/limits.md`). Tests fail for a field without a
+limit, and send each field at its limit and beyond it.
 """
 _TENANT = (
     ("accepted requests without an answer", "max_queued_requests", "429"),
@@ -118,9 +117,7 @@ def page() -> str:
         "fail, and",
         f"the tenant cannot use it for {refusals.REFUSAL_SECONDS / 60:g} minutes. On macOS only "
         "the limits of time hold.",
-        "A restart of the server forgets such refusals, because another try ends only another "
-        "process of",
-        "its own.\n",
+        "A restart of the server forgets such refusals.\n",
         _table(("what", "limit", "beyond it"), _constraint_rows()),
         "",
         "## Streams\n",
@@ -136,16 +133,16 @@ def page() -> str:
         _table(("what", "limit", "beyond it"), _adapter_rows()),
         "",
         "## JSON requests\n",
-        "`[]` stands for the items of a list, and `*` for the entries of an object.\n",
-    ]
-    for path, limits in JSON_LIMITS.items():
-        method = "PUT" if path.endswith("/ttl") else "POST"
-        lines += [f"### {method} /api/v1{path}\n", *_fields(path, limits), ""]
-    lines += [
+        "`[]` stands for the items of a list, and `*` for the entries of an object. In "
+        "`POST /forward_backward`,",
+        "`forward_input` is called `forward_backward_input`. `POST /planish/draw` takes "
+        f"{JSON_LIMITS['/planish/draw']['requests'].limit} in",
+        "`requests`, each with the fields of `/asample`.\n",
+        *_request_tables(_api_fields()),
         "## Protobuf: POST /api/v1/forward_backward\n",
-        *_fields("", PROTOBUF_LIMITS),
+        _grouped(_limits_in_words(PROTOBUF_LIMITS)),
         "",
-        "## Requests of OpenAI clients\n",
+        "## Requests of OpenAI and Anthropic clients\n",
         f"The JSON of one parameter has at most {MAX_OPTION_BYTES >> 10} KiB. The text of "
         "`messages`, `tools` and a",
         "prompt must fit the model's context. Its limit in characters is the context's number of "
@@ -161,12 +158,10 @@ def page() -> str:
         "An answer may need "
         f"{protocol.MAX_ANSWER_BYTES >> 20:,} MiB of memory, estimated from `n`, the maximum number "
         "of tokens and",
-        "the logprobs per token. A request for more gets status 400.\n",
-    ]
-    for path, fields in openai_fields().items():
-        rows = [(f"`{name}`", limit) for name, limit in fields.items()]
-        lines += [f"### POST {path}\n", _table(("field", "limit"), rows), ""]
-    lines += [
+        "the logprobs per token. A request for more gets status 400. `GET /openapi.json` lists the "
+        "fields of each",
+        "request.\n",
+        *_request_tables({f"POST {path}": fields for path, fields in openai_fields().items()}),
         "## Paths, queries and headers\n",
         _table(
             ("what", "limit", "beyond it"),
@@ -321,19 +316,49 @@ def _number(value: float) -> str:
     return f"{value:,}"
 
 
-def _fields(path: str, limits: Mapping[str, Limit]) -> list[str]:
-    if path == "/planish/draw":
-        return [f"`requests`: {limits['requests'].limit}, each with the fields of /asample."]
-    rows = [
-        (f"`{name}`" if name else "the body", limit.limit, _answer(limit))
-        for name, limit in limits.items()
-        if limit.limit
-    ]
-    return [_table(("field", "limit", "part of the error message"), rows)]
+def _api_fields() -> dict[str, dict[str, str]]:
+    """Return the limit of each field of the JSON requests under /api/v1, by request and field."""
+    found: dict[str, dict[str, str]] = {}
+    for path, limits in JSON_LIMITS.items():
+        if path != "/planish/draw":
+            method = "PUT" if path.endswith("/ttl") else "POST"
+            found[f"{method} /api/v1{path}"] = {
+                name.replace("forward_backward_input", "forward_input"): limit
+                for name, limit in _limits_in_words(limits).items()
+            }
+    return found
 
 
-def _answer(limit: Limit) -> str:
-    return f"`{limit.answer.strip()}`" if limit.answer else ""
+def _limits_in_words(limits: Mapping[str, Limit]) -> dict[str, str]:
+    return {name: limit.limit for name, limit in limits.items() if limit.limit}
+
+
+def _request_tables(requests: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return the tables of these requests. A limit that a field has in several requests is listed
+    once, before the requests, and a request's own table has what differs.
+    """
+    everywhere: dict[str, Counter[str]] = {}
+    for fields in requests.values():
+        for name, limit in fields.items():
+            everywhere.setdefault(name, Counter())[limit] += 1
+    most_common = {name: limits.most_common(1)[0] for name, limits in everywhere.items()}
+    shared = {name: limit for name, (limit, count) in most_common.items() if name and count > 1}
+    lines = ["Fields of several requests, for each request whose own table has no other limit:\n"]
+    lines += [_grouped(shared), ""]
+    for request, fields in requests.items():
+        own = {name: limit for name, limit in fields.items() if shared.get(name) != limit}
+        if own:
+            lines += [f"### {request}\n", _grouped(own), ""]
+    return lines
+
+
+def _grouped(fields: Mapping[str, str]) -> str:
+    """Return a table with a row for each limit, which names the fields that have it."""
+    by_limit: dict[str, list[str]] = {}
+    for name, limit in fields.items():
+        by_limit.setdefault(limit, []).append(f"`{name}`" if name else "the body")
+    rows = [(", ".join(names), limit) for limit, names in by_limit.items()]
+    return _table(("fields", "limit"), rows)
 
 
 def openai_fields() -> dict[str, dict[str, str]]:

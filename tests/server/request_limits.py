@@ -269,7 +269,7 @@ _PARAMS = {
         "0, or 1e-30 to 1e30", "temperature", [0, 1e-30, 1e30], [-1, 1e-31, 1e31]
     ),
     "sampling_params.top_k": Limit("-1, or 1 to 2^63 - 1", "top_k", [-1, 1, MAX_INT64], [0, -2]),
-    "sampling_params.top_p": number(1e-320, 1, "above 0 and at most 1", 0, 1.1),
+    "sampling_params.top_p": Limit("above 0 to 1", "above 0 and at most 1", [1e-320, 1], [0, 1.1]),
     "sampling_params.min_p": number(0, 1, "at least 0 and at most 1", -0.1, 1.1),
     "sampling_params.min_tokens": Limit("0 to max_tokens", "min_tokens", [0], [-1, MAX_INT64]),
     "sampling_params.repetition_penalty": number(
@@ -310,7 +310,9 @@ _ADAM = {
         for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm")
     },
     **{
-        f"adam_params.{name}": number(0, None, "give a finite number at least 0 and below 1", 1, -1)
+        f"adam_params.{name}": Limit(
+            "0 to below 1", "give a finite number at least 0 and below 1", [0], [1, -1]
+        )
         for name in ("beta1", "beta2")
     },
 }
