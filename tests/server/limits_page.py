@@ -30,7 +30,6 @@ from planish.server.openai import (
 from planish.server.openai.models import MAX_CHARACTERS_PER_TOKEN, MAX_TOKENIZED_BYTES
 from planish.server.openai.openapi import openapi
 from planish.server.openai.requests import MAX_OPTION_BYTES
-from planish.server.settings import ServerSettings
 
 _OPENING = """\
 # Limits
@@ -44,44 +43,6 @@ This page is generated from the tables and constants with which the server check
 (`python tests/server/limits_page.py > docs/operators/limits.md`). Tests fail for a field without a
 limit, and send each field at its limit and beyond it.
 """
-_TENANT = (
-    ("accepted requests without an answer", "max_queued_requests", "429"),
-    ("bytes of their bodies", "max_queued_bytes", "429"),
-    ("tokens per minute", "max_tokens_per_minute", "429"),
-    ("sessions", "max_sessions", "400, or the oldest ended ones are removed"),
-    ("open training models", "max_models", "400"),
-    ("open samplers", "max_samplers", "400; for unnamed samplers instead, the oldest are closed"),
-    ("bytes on disk: checkpoints, snapshots, records", "max_storage_bytes", "400"),
-    (
-        "rejected and failed requests in the journal: 512 bytes each and their messages",
-        "max_rejected_request_bytes",
-        "the oldest are deleted; 429 for another invalid request while a replay needs all of them",
-    ),
-    ("bytes of one gradient in the journal", "max_gradient_request_bytes", "400 until the next optim_step"),
-    ("sequences in the engine while others wait", "max_sampling_slots_per_tenant", "they wait"),
-    ("training operations in the engine while others wait", "max_training_slots_per_tenant",
-     "they wait"),
-)  # fmt: skip
-_SHARED = (
-    (
-        "adapters in memory",
-        "adapter_memory_bytes",
-        "new ones wait until the least recently used is unloaded",
-    ),
-    (
-        "decoded requests in memory",
-        "request_memory_bytes",
-        "others are read again from the journal",
-    ),
-    ("results in memory", "result_memory_bytes", "others are read from disk"),
-    ("results on disk", "max_result_bytes", "the oldest are deleted"),
-    (
-        "unnamed samplers on disk",
-        "max_unnamed_sampler_bytes",
-        "the least recently used are deleted",
-    ),
-    ("free disk space", "min_free_disk_bytes", "503 for new work"),
-)
 
 
 def page() -> str:
@@ -92,20 +53,11 @@ def page() -> str:
         _table(("what", "limit", "beyond it"), BODIES),
         "",
         "## One tenant\n",
-        "All keys with the same name in the key file belong to one tenant. `planish serve --set "
-        "NAME=VALUE`",
-        "changes a setting.\n",
-        _table(("what", "setting", "default", "beyond it"), _settings(_TENANT)),
-        "",
-        "A tenant may use half of the memory for bodies and half of the server's connections. The",
-        "number of connections follows from the process's limit of open files. A request of a "
-        "tenant",
-        "that exceeds its half gets status 503. Tenants take turns in the engine and in the "
-        "decoding of",
-        "large bodies.\n",
-        "These limits apply to all tenants together:\n",
-        _table(("what", "setting", "default", "beyond it"), _settings(_SHARED)),
-        "",
+        "[The settings](server.md#memory-and-limits) limit a tenant's sessions, models, samplers, "
+        "storage, queued",
+        "requests and tokens per minute. A tenant may use half of the memory for bodies and half of "
+        "the server's",
+        "connections; a request beyond it gets status 503.\n",
         "## Images\n",
         _IMAGES,
         _table(("what", "limit", "beyond it"), _image_rows()),
@@ -298,22 +250,6 @@ def _table(head: tuple[str, ...], rows: Any) -> str:
         f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
         for row in (head, tuple("---" for _ in head), *rows)
     )
-
-
-def _settings(rows: Any) -> list[tuple[str, ...]]:
-    return [
-        (what, f"`{name}`", _number(getattr(ServerSettings, name)), beyond)
-        for what, name, beyond in rows
-    ]
-
-
-def _number(value: float) -> str:
-    if value >= 1 << 40:
-        return "no limit"
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if value >= size:
-            return f"{value / size:g} {unit}"
-    return f"{value:,}"
 
 
 def _api_fields() -> dict[str, dict[str, str]]:
