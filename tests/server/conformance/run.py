@@ -114,15 +114,31 @@ def probed(sdk: Sdk, python: Path, server: ServerProcess, hub: Path) -> dict[str
 
 
 def table(results: Mapping[str, Mapping[str, Outcome]]) -> str:
-    """Markdown: a row a probe, a column an SDK."""
+    """Markdown: a column an SDK, and a row for the methods of a client with the same outcomes."""
     lines = [f"| | {' | '.join(results)} |", f"|---|{'---|' * len(results)}"]
+    rows: defaultdict[tuple[str, ...], list[Probe]] = defaultdict(list)
     for probe in ordered():
-        outcomes = [found[probe.name] for found in results.values()]
-        cells = [_CELLS.get(outcome.status, outcome.status) for outcome in outcomes]
-        lines.append(
-            f"| `{probe.method}`{' ' + probe.what if probe.what else ''} | {' | '.join(cells)} |"
-        )
+        statuses = [found[probe.name].status for found in results.values()]
+        client = probe.method.partition(".")[0]
+        rows[client, *(_CELLS.get(status, status) for status in statuses)].append(probe)
+    lines += [
+        f"| `{client}`: {_methods(probes)} | {' | '.join(cells)} |"
+        for (client, *cells), probes in rows.items()
+    ]
     return "\n".join(lines)
+
+
+def _methods(probes: Sequence[Probe]) -> str:
+    """Name the methods, each with what was tried of it. A method stands for its `_async` form."""
+    tried: defaultdict[str, list[str]] = defaultdict(list)
+    for probe in probes:
+        method = probe.method.rpartition(".")[2]
+        tried[method].extend([probe.what] if probe.what else [])
+    return ", ".join(
+        f"`{method}`" + (f" ({'; '.join(whats)})" if whats else "")
+        for method, whats in tried.items()
+        if method.removesuffix("_async") not in tried or method.removesuffix("_async") == method
+    )
 
 
 def counts(results: Mapping[str, Mapping[str, Outcome]]) -> str:
@@ -149,7 +165,10 @@ def refusals(results: Mapping[str, Mapping[str, Outcome]]) -> str:
             where[_plain(notes[probe.name])].append(
                 f"`{probe.method}`{' ' + probe.what if probe.what else ''}"
             )
-    return "\n".join(f"* *{sentence}* ({', '.join(names)})" for sentence, names in where.items())
+    return "\n".join(
+        f"* *{sentence}* ({', '.join(name for name in names if not name.endswith('_async`'))})"
+        for sentence, names in where.items()
+    )
 
 
 def ordered() -> list[Probe]:
