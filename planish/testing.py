@@ -315,8 +315,16 @@ TINY_OPTIONS: dict[str, dict[str, Any]] = {
     "falcon": {"head_dim": None, "alibi": False},
     "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2},
     "gptj": {"rotary_dim": 8},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+    },
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "lfm3": {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
+    },
     "qwen3_5_moe_text": {"full_attention_interval": 2},
     "qwen3_5_text": {"full_attention_interval": 2},
     "zaya": {"num_experts_per_tok": 1},

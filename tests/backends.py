@@ -2,17 +2,19 @@
 
 from copy import copy
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
+from planish.model.base_decoder import BaseDecoder
 from planish.model.config import ModelConfig
-from planish.model.decoder import Decoder
 from planish.model.hf_config.rope_config import RopeConfig
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend, fastest_backend, reference_backend
 from planish.model.kernels.row_tiling import RowTiling
 
 CPU = torch.device("cpu")
+AnyDecoder = TypeVar("AnyDecoder", bound=BaseDecoder)
 CONFIG = ModelConfig(
     family="qwen3",
     vocab_size=320,
@@ -46,7 +48,7 @@ def torch_backend(
     return reference_backend(replace(CONFIG, **changes), dtype, device)
 
 
-def with_tiling(decoder: Decoder, tiling: RowTiling | None) -> Decoder:
+def with_tiling(decoder: AnyDecoder, tiling: RowTiling | None) -> AnyDecoder:
     """Return the same decoder with a backend that uses this row tiling."""
     decoder_copy, backend = copy(decoder), decoder.backend
     decoder_copy.backend = fastest_backend(

@@ -27,13 +27,13 @@ from planish.engine.settings import EngineSettings, choose_device, choose_dtype
 from planish.engine.training.trainer_settings import TrainerSettings, input_bytes
 from planish.errors import UserError
 from planish.model.config import ModelConfig
-from planish.model.delta_net import state_bytes
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.device import Device
 from planish.model.kv_cache import max_pool_bytes, max_reservable_bytes
 from planish.model.lora import LoraLayout
 from planish.model.quantization import DEQUANTIZATION_BYTES
+from planish.model.recurrence import state_bytes
 from planish.model.tensor_parallel.shards import check_shardable, shard_config
 from planish.model.vision.tower import workspace_bytes
 from planish.model.weight_sizes import (

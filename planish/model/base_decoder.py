@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from planish.model.config import ModelConfig
-from planish.model.delta_net import Recurrence
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.interface import AdapterBatch, Attend, ForwardPass
 from planish.model.kernels.linear import PackedLinear
 from planish.model.lora import LoraWeights
+from planish.model.recurrence import Recurrence
 from planish.model.vision.image_tokens import ImageRegistry
 from planish.model.vision.tower import VisionTower
 
@@ -60,7 +60,7 @@ class BaseDecoder(Protocol):
         attention, from the backend. `adapters`: one
         adapter (or None) for all rows, with gradients, or a batch of several adapters, without
         gradients. `recompute`: use activation checkpointing, which stores only each layer's input
-        for the backward pass. `recurrence`: required for models with gated delta-net layers.
+        for the backward pass. `recurrence`: required for models with recurrent states.
         """
         ...
 

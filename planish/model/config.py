@@ -28,13 +28,15 @@ from planish.model.hf_config.fp8_config import Fp8Config
 from planish.model.hf_config.json_fields import positive_int, read_json
 from planish.model.hf_config.rope_config import RopeConfig
 from planish.model.inspection.inspect_model import inspect_model
-from planish.model.inspection.modules import MAX_LAYERS, HFModules
+from planish.model.inspection.modules import MAX_LAYERS, HFModules, ShortConvConfig
 from planish.model.inspection.vision_config import VisionConfig, read_vision_config
 
 MAX_CONTEXT = 1 << 22
 """The maximum of max_position_embeddings, in tokens."""
 MAX_EXPERTS = 1 << 18
 """The maximum number of experts in all layers together."""
+RecurrenceConfig = DeltaNetConfig | ShortConvConfig
+"""The sizes of the layers with a recurrent state."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,9 @@ class ModelConfig:
     output_gate: bool = False
     """Whether q_proj also computes a gate for each attention output (Qwen3.5)."""
     delta_net: DeltaNetConfig | None = None
-    """The gated delta-net layers (Qwen3.5). None: every layer has attention."""
+    """The gated delta-net layers (Qwen3.5). None: there are none."""
+    short_conv: ShortConvConfig | None = None
+    """The layers with a short convolution in the place of attention (LFM2). None: there are none."""
     score_cap: float | None = None
     """The limit c of attention scores, which become c * tanh(score / c) (Gemma 2). None: no limit.
     """
@@ -165,10 +169,20 @@ class ModelConfig:
         return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
+    def recurrence(self) -> RecurrenceConfig | None:
+        """The layers with a recurrent state in the place of attention. None: there are none."""
+        return self.delta_net if self.delta_net is not None else self.short_conv
+
+    @property
     def attention_layers(self) -> tuple[int, ...]:
         """The indices of the layers with attention, ascending."""
-        recurrent_layers = self.delta_net.layers if self.delta_net is not None else ()
+        recurrent_layers = self.recurrence.layers if self.recurrence is not None else ()
         return tuple(layer for layer in range(self.num_layers) if layer not in recurrent_layers)
+
+    @property
+    def attention_windows(self) -> tuple[int | None, ...]:
+        """The attention window of each layer with attention; empty if no layer has a window."""
+        return tuple(self.windows[layer] for layer in self.attention_layers if self.windows)
 
     def window(self, layer: int) -> int | None:
         """Return the attention window of a layer in positions, or None if it has no window."""
@@ -307,7 +321,7 @@ def _config_of_transformers(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         intermediate_size=model.intermediate_size,
-        num_layers=len(model.attention),
+        num_layers=len(model.modules.layers),
         num_heads=max(call.num_heads for call in model.attention),
         num_kv_heads=max(call.num_kv_heads for call in model.attention),
         head_dim=max(max(call.key_dim, call.value_dim) for call in model.attention),
@@ -320,6 +334,7 @@ def _config_of_transformers(
         eos_token_ids=eos_token_ids,
         windows=model.windows,
         attention_sinks=any(call.has_sinks for call in model.attention),
+        short_conv=model.short_conv,
         score_cap=model.attention[0].softcap,
         logit_cap=model.logit_cap,
         vision=model.modules.vision,

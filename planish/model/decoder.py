@@ -6,7 +6,7 @@ mixture of experts, whose experts are gated MLPs.
 The decoder receives a flat list of T rows, each a token with a position. It knows nothing about
 sequences. The trainer or the sampler passes in an `attend` function, which decides how rows attend
 to one another and where keys and values are stored. A `recurrence` does the same for the states of
-gated delta-net layers (delta_net.py), which Qwen3.5 has in three of four layers. So trainer and
+gated delta-net layers (recurrence.py), which Qwen3.5 has in three of four layers. So trainer and
 sampler run the same arithmetic over the same weights.
 
 The base weights are frozen and shared. Matmuls run in the model's dtype. The residual stream, norms
@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from planish.model.config import ModelConfig
-from planish.model.delta_net import DeltaNetInputs, DeltaNetWeights, Recurrence
 from planish.model.experts import mixture_of_experts
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
@@ -46,6 +45,7 @@ from planish.model.operations import (
     rope,
 )
 from planish.model.quantization import Fp8Weight, Mxfp4Weight, check_quantizable, quantize
+from planish.model.recurrence import DeltaNetInputs, DeltaNetWeights, Recurrence
 from planish.model.rope import RotaryEmbedding, Rotation, half_pairing_order, query_scales
 from planish.model.tensor_parallel.collectives import Collectives
 from planish.model.vision.image_tokens import ImageRegistry
@@ -304,7 +304,7 @@ class _ForwardPass:
         """Return the gated outputs [T, Hv * Dv] of a gated delta net before the output projection.
 
         `normed`: the layer's normed input [T, D]. `projected`: the inputs of the convolution and of
-        the output gate, [T, C + Hv * Dv] (see model/delta_net.py for the symbols).
+        the output gate, [T, C + Hv * Dv] (see model/recurrence.py for the symbols).
         """
         config = self.backend.config.delta_net
         assert config is not None

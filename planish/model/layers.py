@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from planish.model.delta_net import DeltaNetWeights
 from planish.model.kernels.linear import ExpertLinears, PackedLinear
+from planish.model.recurrence import DeltaNetWeights
 from planish.model.rope import RotaryEmbedding
 
 

@@ -16,13 +16,6 @@ from variants import slow_after
 
 from planish.errors import UnsupportedError
 from planish.model.config import ModelConfig
-from planish.model.delta_net import (
-    DeltaNetInputs,
-    DeltaNetWeights,
-    RecurrentState,
-    StateSegment,
-    state_bytes,
-)
 from planish.model.hf_config.decoder_fields import DeltaNetConfig
 from planish.model.kernels.cpp.delta_net import (
     CppSequenceRecurrence,
@@ -32,6 +25,13 @@ from planish.model.kernels.cpp.delta_net import (
 from planish.model.kernels.linear import PackedLinear
 from planish.model.kernels.reference.delta_net import SequenceRecurrence, TreeRecurrence
 from planish.model.prefix_tree import MicroBatch, pack
+from planish.model.recurrence import (
+    DeltaNetInputs,
+    DeltaNetWeights,
+    RecurrentState,
+    StateSegment,
+    state_bytes,
+)
 from planish.model.weights import load_weights
 from planish.testing import save_weights, tiny_model
 

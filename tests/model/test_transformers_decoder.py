@@ -30,7 +30,18 @@ from planish.testing import VOCAB_SIZE, tiny_transformers_model
 from planish.types import Datum, LoraConfig, ModelInput, SampleResponse, SamplingParams
 
 CPU = torch.device("cpu")
-FAMILIES = ["glm4", "granite", "mixtral", "deepseek_v3", "gemma2", "gemma4_text", "llama4_text"]
+FAMILIES = [
+    "glm4",
+    "lfm2",
+    "granite",
+    "mixtral",
+    "deepseek_v3",
+    "gemma2",
+    "gemma4_text",
+    "llama4_text",
+    "lfm2_moe",
+    "lfm3",
+]
 
 
 def load(path, dtype=torch.float32) -> TransformersDecoder:
@@ -160,7 +171,7 @@ def test_samples_of_two_adapters_in_one_batch_equal_those_of_each_alone(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["olmo2", "mixtral"])
+@pytest.mark.parametrize("family", ["olmo2", "mixtral", "lfm2"])
 def test_recomputing_layers_gives_the_same_gradient(tmp_path, family):
     tiny_transformers_model(tmp_path, family)
     decoder = load(tmp_path)
@@ -173,7 +184,7 @@ def test_recomputing_layers_gives_the_same_gradient(tmp_path, family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["gemma2", "mixtral", "lfm2"])
 def test_the_estimate_of_stored_activations_covers_those_of_modelling_code(tmp_path, family):
     tiny_transformers_model(tmp_path, family, hidden_size=256, intermediate_size=512)
     decoder = load(tmp_path)
@@ -195,6 +206,7 @@ def test_the_estimate_of_stored_activations_covers_those_of_modelling_code(tmp_p
             torch.from_numpy(batch.positions),
             decoder.backend.tree_attention(batch),
             weights,
+            recurrence=decoder.backend.tree_recurrence(batch),
         )
     logits = 4 * len(batch) * VOCAB_SIZE
     estimate = TrainerSettings().activation_bytes(decoder.backend, len(batch), 8) - logits
@@ -219,7 +231,6 @@ def test_a_model_of_transformers_takes_quantized_weights(tmp_path):
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of the types conv"),
         ("mamba", {}, "layers of the types linear_attention"),
         ("gptj", {"rotary_dim": 8}, "AttentionInterface"),
         ("bert", {}, "not causal"),

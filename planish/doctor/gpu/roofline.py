@@ -22,9 +22,9 @@ import torch
 from planish.doctor.gpu.cards import Card
 from planish.errors import UnsupportedError
 from planish.model.config import ModelConfig
-from planish.model.delta_net import state_bytes
 from planish.model.kernels.triton.families import supported_families
 from planish.model.linears import fused_modules, linear_shape, num_experts_of
+from planish.model.recurrence import state_bytes
 
 BANDWIDTH_SHARE = 0.8
 """The share of the memory bandwidth that kernels reach."""
@@ -160,8 +160,6 @@ def attended_bytes(config: ModelConfig, context: int, dtype: torch.dtype) -> flo
         min(context, config.window(layer) or context) for layer in config.attention_layers
     )
     kv_bytes = 2.0 * config.num_kv_heads * config.head_dim * positions * dtype.itemsize
-    if config.delta_net is None:
-        return kv_bytes
     return kv_bytes + 2 * state_bytes(config, dtype)
 
 

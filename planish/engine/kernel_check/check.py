@@ -27,7 +27,6 @@ from planish.engine.kernel_check.batch import GPU_SIZES, Batch, Sizes
 from planish.engine.kernel_check.comparison import Pair, compare
 from planish.engine.kernel_check.operation_check import TEMPERATURE, OperationCheck
 from planish.model.decoder import Decoder
-from planish.model.delta_net import RecurrentState, StateSegment
 from planish.model.head import exact_logits, head_logits, scored_logprobs
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.interface import AdapterBatch, Attend
@@ -35,6 +34,7 @@ from planish.model.kernels.self_test_process import WrongResultError
 from planish.model.kv_cache import SlotOwner
 from planish.model.lora import AdapterRange, HeadAdapterRange, LoraLayout, LoraMatrices, LoraWeights
 from planish.model.prefix_tree import pack
+from planish.model.recurrence import RecurrentState, StateSegment
 from planish.model.weights import expected_shapes
 from planish.types import LoraConfig
 
@@ -177,9 +177,9 @@ class ModelCheck(OperationCheck):
         for row, of_sequence in zip(first_rows, positions, strict=True):
             all_positions[row : row + len(of_sequence)] = torch.tensor(of_sequence)
         segments: list[StateSegment] = []
-        if self.config.delta_net is not None:
+        if self.config.recurrence is not None:
             for row, of_sequence in zip(first_rows, positions, strict=True):
-                state = RecurrentState(self.config.delta_net, self.backend.dtype, device)
+                state = RecurrentState(self.config.recurrence, self.backend.dtype, device)
                 segments.append(StateSegment(row, row + len(of_sequence), state, state))
         return self.decoder.forward(
             self.random_ints(self.config.vocab_size, num_rows),

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planish.model.delta_net import RecurrentState
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.interface import ExactLogits
 from planish.model.kernels.linear import PackedLinear
@@ -31,6 +30,7 @@ from planish.model.kernels.self_test_process import WrongResultError
 from planish.model.kv_cache import KVPool, KVPools
 from planish.model.lora import HeadAdapterRange, LayerLora, LoraMatrices, LoraWeights
 from planish.model.quantization import QuantizedWeight
+from planish.model.recurrence import RecurrentState
 
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 2e-4, torch.float64: 2e-4}
 """The maximum difference of one element, by the dtype of the result.

@@ -105,7 +105,9 @@ def checked_config(config: ModelConfig) -> ModelConfig:
     """
     # Longer windows would hide no key of the check's sequences. The kernels get the window as an
     # argument, so they are not compiled for its size.
-    windows = tuple(dict.fromkeys(size and min(size, _CHECKED_WINDOW) for size in config.windows))
+    windows = tuple(
+        dict.fromkeys(size and min(size, _CHECKED_WINDOW) for size in config.attention_windows)
+    )
     vocab_size = config.vocab_size
     if vocab_size > _MAX_VOCAB_SIZE:
         # The remainder decides which loads and stores are masked.
@@ -124,6 +126,7 @@ def checked_config(config: ModelConfig) -> ModelConfig:
         expert_biases=False,
         mxfp4_experts=False,
         delta_net=None,
+        short_conv=None,
         score_cap=None,
         logit_cap=None,
         hf=None,

@@ -81,7 +81,7 @@ class CudaGraphRunner:
         self._batch_sizes = graph_sizes(max_batch)
         self._pool_bases = PoolBases(kv_spec, config.max_context)
         self._attention = DecodeTables(
-            self._pool_bases, self._batch_sizes[-1], config.num_heads, config.windows
+            self._pool_bases, self._batch_sizes[-1], config.num_heads, config.attention_windows
         )
         self._adapters = AdapterTables(
             config, decoder.dtype, device, self._batch_sizes[-1], max_batch
@@ -126,7 +126,9 @@ class CudaGraphRunner:
         if any(span.blocks for span in plan.slots):
             attention = self._decoder.backend.prefill_attention(plan.slots)
         else:
-            attention = GpuPrefill(plan.slots, self._pool_bases, config.num_heads, config.windows)
+            attention = GpuPrefill(
+                plan.slots, self._pool_bases, config.num_heads, config.attention_windows
+            )
         # Prompts with images have three positions for each row.
         positions_on_device = rows[1:] if len(positions) > 1 else rows[1]
         return StepOutput(

@@ -18,11 +18,11 @@ from torch import Tensor
 from planish.engine.constraints.grammar import GrammarState
 from planish.engine.sampling.requests import RunningSample
 from planish.engine.sampling.slots import SampleSlots, Slots
-from planish.model.delta_net import Recurrence, RecurrentState, StateSegment
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.reference.adapter_stacks import shape_of
 from planish.model.kv_cache import PrefillSpan
 from planish.model.lora import AdapterRange, LoraWeights
+from planish.model.recurrence import Recurrence, RecurrentState, StateSegment
 
 
 class RowLayout:
@@ -88,7 +88,7 @@ class StepPlan:
     samples (a decoding step).
     """
     recurrence: Recurrence | None = None
-    """The recurrence of the rows; None if the model has no gated delta-net layers."""
+    """The recurrence of the rows; None if the model has no recurrent states."""
     sampled: SampleRows = SampleRows((), (), ())
     """Which samples get tokens from these rows; none in a prefill."""
 
@@ -169,7 +169,7 @@ def _state_segments(
     Each segment updates the recurrent state of its sample in place, or writes to `next_state` if
     the sample's mask is not computed yet. `first_rows`: the first row of each sample.
     """
-    config = backend.config.delta_net
+    config = backend.config.recurrence
     if config is None:
         return []
     segments: list[StateSegment] = []

@@ -25,10 +25,10 @@ from planish.engine.sampling.sampling_head import SamplingHead
 from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.sampling.slots import Slots
 from planish.model.base_decoder import BaseDecoder
-from planish.model.delta_net import RecurrentState, StateSegment, state_bytes
 from planish.model.kv_cache import KVChunk, PrefillSpan
 from planish.model.lora import AdapterRange
 from planish.model.positions import CHUNK, STATE_CHUNK
+from planish.model.recurrence import RecurrentState, StateSegment, state_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +154,7 @@ class Prefill:
 
     def _new_state(self) -> RecurrentState:
         """Return the recurrent state before position 0."""
-        config = self._decoder.config.delta_net
+        config = self._decoder.config.recurrence
         assert config is not None
         return RecurrentState(config, self._decoder.dtype, self._decoder.device)
 

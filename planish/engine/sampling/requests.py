@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from planish.engine.constraints.grammar import GrammarState
     from planish.engine.sampling.prompt_scores import PromptScores
-    from planish.model.delta_net import RecurrentState
     from planish.model.lora import LoraWeights
+    from planish.model.recurrence import RecurrentState
 
 
 @dataclass(eq=False)

@@ -9,9 +9,9 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from planish.model.config import ModelConfig
-from planish.model.delta_net import activation_bytes_per_row, backward_bytes
 from planish.model.kernels.backend import Backend
 from planish.model.lora import fused_modules, padded_lora_columns
+from planish.model.recurrence import activation_bytes_per_row, backward_bytes
 
 
 @dataclass(frozen=True)

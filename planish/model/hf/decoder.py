@@ -17,21 +17,23 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from planish.errors import DamagedFileError
-from planish.model.delta_net import Recurrence
 from planish.model.hf.forward_pass import ATTENTION, HFForwardPass, attention, current_pass
 from planish.model.hf.frozen import freeze_experts, freeze_linear
+from planish.model.hf.short_conv import FrozenShortConv
 from planish.model.hf.vision_tower import image_registry
 from planish.model.inspection.modules import HFModules
 from planish.model.inspection.probing import (
     first_line,
     is_experts_module,
     is_linear,
+    is_short_conv,
     quiet,
 )
 from planish.model.inspection.vision import auto_class
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.interface import AdapterBatch, Attend
 from planish.model.lora import LoraWeights
+from planish.model.recurrence import Recurrence
 from planish.model.vision.image_tokens import ImageRegistry
 from planish.model.vision.tower import VisionTower
 from planish.model.weights import weight_files
@@ -54,13 +56,14 @@ class TransformersDecoder:
         bias = None if head.bias is None else head.bias.detach()
         self.head = backend.pack([head.weight.detach()], [bias])
         self._attention_index = {
-            model.get_submodule(name): layer
-            for layer, name in enumerate(self._modules.attention_names)
+            model.get_submodule(name): index
+            for index, name in enumerate(self._modules.attention_names)
         }
         layers = model.get_submodule(self._modules.layers_name)
         for index, layer in enumerate(layers.children()):
             _freeze_layer(layer, index, self._modules, backend, quantize)
             layer.forward = partial(_recomputable, layer.forward)  # type: ignore[method-assign]
+        _replace_short_convolutions(layers)
         model.config.pad_token_id = None  # Some models look for padding in each batch of tokens.
         self._model: nn.Module = model.get_submodule(self._modules.text_model_name)
         self.images: ImageRegistry | None = None
@@ -101,7 +104,9 @@ class TransformersDecoder:
 
         They are multiplied by the model's factor of logits.
         """
-        run = HFForwardPass(self.backend, attend, adapters, self._attention_index, recompute)
+        run = HFForwardPass(
+            self.backend, attend, adapters, self._attention_index, recurrence, recompute
+        )
         inputs: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None]}
         if positions.dim() == 2:
             assert self.vision is not None
@@ -174,6 +179,13 @@ def _freeze_layer(
                 setattr(parent, child_name, freeze_linear(child, backend, scheme, index, target))
             elif is_experts_module(child):
                 setattr(parent, child_name, freeze_experts(child, backend, scheme, index, name))
+
+
+def _replace_short_convolutions(layers: nn.Module) -> None:
+    """Replace the short convolutions of all layers, whose linears are frozen."""
+    found = [name for name, module in layers.named_modules() if is_short_conv(module)]
+    for index, name in enumerate(found):
+        layers.set_submodule(name, FrozenShortConv(layers.get_submodule(name), index))
 
 
 def _recomputable(forward: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from planish.model.kernels.interface import AdapterBatch, Attend
 from planish.model.kernels.linear import PackedLinear
 from planish.model.lora import LoraMatrices, LoraWeights
 from planish.model.operations import adapted_linear
+from planish.model.recurrence import Recurrence, ShortConvInputs
 
 ATTENTION = "planish"
 """The name of planish's attention among those of transformers."""
@@ -36,7 +37,9 @@ class HFForwardPass:
     attend: Attend
     adapters: LoraWeights | AdapterBatch | None
     attention_index: Mapping[nn.Module, int]
-    """The layer of each module that calls the attention."""
+    """The number of each module that calls the attention, among the layers with attention."""
+    recurrence: Recurrence | None = None
+    """The short convolutions of the rows, for a model that has them."""
     recompute: bool = False
     """Whether the backward pass recomputes the layers."""
 
@@ -64,6 +67,11 @@ class HFForwardPass:
         assert name is not None
         adapters.add_(x, out, linear.sizes, layer, name)
         return out
+
+    def convolve(self, index: int, inputs: ShortConvInputs) -> Tensor:
+        """Return the outputs [T, C] of a short convolution, the one with the number `index`."""
+        assert self.recurrence is not None
+        return self.recurrence(index, inputs)
 
     def lora_of(self, layer: int, name: str | None) -> LoraMatrices | None:
         """Return the matrices of a target module, if one adapter is used for all rows."""

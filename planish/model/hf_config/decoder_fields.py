@@ -44,6 +44,11 @@ class DeltaNetConfig:
         """The channels of the convolution: all heads of queries, keys and values."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        """The shape of the matrices of one layer's state."""
+        return self.num_value_heads, self.key_dim, self.value_dim
+
 
 def read_decoder_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the fields of `ModelConfig`, except the tokens that end a sequence.

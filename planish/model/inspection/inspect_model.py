@@ -21,6 +21,7 @@ from planish.model.inspection.modules import (
     MAX_LAYERS,
     HFLinear,
     HFModules,
+    ShortConvConfig,
     base_model_name,
     text_part_name,
 )
@@ -31,6 +32,7 @@ from planish.model.inspection.probing import (
     first_line,
     is_experts_module,
     is_linear,
+    is_short_conv,
     is_transposed,
     linear_shape,
     quiet,
@@ -50,7 +52,7 @@ _NO_ADAPTER_NAMES = ("gate", "router", "shared_expert_gate", "shared_gate")
 """The names of linears that choose or weight experts. They have no adapter, as in Tinker."""
 _NO_ADAPTER_PREFIXES = ("altup.", "laurel.", "per_layer_", "self_attn.compressor.")
 """The names of linears beside attention and MLP begin with these (Gemma 3n, Gemma 4)."""
-_RECURRENT_WORDS = ("conv", "delta", "linear", "mamba", "recurrent", "ssm")
+_RECURRENT_WORDS = ("delta", "linear", "mamba", "recurrent", "ssm")
 """Parts of the names of layer types with a recurrent state."""
 _LAYER_COUNT_FIELDS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _CONTEXT_FIELDS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
@@ -62,7 +64,9 @@ class HFModel:
 
     modules: HFModules
     attention: tuple[AttentionCall, ...]
-    """The attention of each layer."""
+    """The attention of each layer with attention, ascending."""
+    short_conv: ShortConvConfig | None
+    """The layers with a short convolution in the place of attention; None if there are none."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -83,11 +87,16 @@ class HFModel:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The attention window of each layer; empty if no layer has one."""
-        windows = tuple(
-            None if call.window is None or call.window >= self.max_context else call.window
-            for call in self.attention
-        )
-        return windows if any(windows) else ()
+        windows: list[int | None] = [None] * len(self.modules.layers)
+        for layer, call in zip(self._attention_layers, self.attention, strict=True):
+            if call.window is not None and call.window < self.max_context:
+                windows[layer] = call.window
+        return tuple(windows) if any(windows) else ()
+
+    @property
+    def _attention_layers(self) -> list[int]:
+        others = () if self.short_conv is None else self.short_conv.layers
+        return [layer for layer in range(len(self.modules.layers)) if layer not in others]
 
 
 def inspect_model(directory: Path) -> HFModel:
@@ -185,7 +194,8 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
     with quiet():
         model = meta_model(config)
         layers_name = _layers_name(model, text_config.num_hidden_layers, vision is not None)
-        _check_mixing(model, layers_name)
+        convolutions = _short_convolutions(model.get_submodule(layers_name))
+        _check_mixing(model, layers_name, convolutions)
         head_name = _head_name(model)
         head_shape = tuple(model.get_submodule(head_name).weight.shape)
         layer_linears = [
@@ -195,13 +205,17 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
         base_name = base_model_name(layers_name)
         text_model = text_part_name(layers_name, vision is not None)
         calls = record_attention(model, model.get_submodule(text_model), max_context)
-        _check_one_call_per_layer(calls, layers_name, len(layer_linears))
+        _check_one_call_per_layer(calls, layers_name, len(layer_linears), convolutions)
         _check_attention(calls)
         head_function = find_head_function(model, base_name, head_shape[1])
-    prefixes = [f"{call.module_name.removeprefix(layers_name).split('.', 2)[2]}." for call in calls]
+    mixer_names = [call.module_name.removeprefix(f"{layers_name}.") for call in calls]
+    prefixes = {
+        int(layer): f"{name}."
+        for layer, _, name in (mixer.partition(".") for mixer in (*mixer_names, *convolutions))
+    }
     layers = tuple(
-        tuple(_without_router(linears, prefix))
-        for linears, prefix in zip(layer_linears, prefixes, strict=True)
+        tuple(_without_router(linears, prefixes[layer]))
+        for layer, linears in enumerate(layer_linears)
     )
     mlp = [linear for layer in layers for linear in layer if linear.is_mlp]
     expert_size = min((linear.fan_in for linear in mlp if linear.num_experts), default=0)
@@ -218,6 +232,7 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
             vision=vision,
         ),
         attention=tuple(calls),
+        short_conv=_short_conv_config(convolutions),
         vocab_size=head_shape[0],
         hidden_size=head_shape[1],
         intermediate_size=max(
@@ -259,19 +274,36 @@ def _check_layer_types(config: Any) -> None:
     if others:
         raise UnsupportedError(
             f"it has layers of the types {', '.join(others)}, and planish runs layers with a "
-            "recurrent state only in Qwen3.5"
+            "recurrent state only in Qwen3.5 and LFM2"
         )
 
 
-def _check_mixing(model: Any, layers_name: str) -> None:
-    """Raise UnsupportedError if layers combine positions outside of the attention."""
+def _short_convolutions(layers: Any) -> dict[str, Any]:
+    """Return the short convolutions of a list of layers by their names, such as "0.conv"."""
+    return {name: module for name, module in layers.named_modules() if is_short_conv(module)}
+
+
+def _short_conv_config(convolutions: Mapping[str, Any]) -> ShortConvConfig | None:
+    """Return the sizes of a model's short convolutions, which are equal in all layers."""
+    if not convolutions:
+        return None
+    channels, _, width = next(iter(convolutions.values())).conv.weight.shape
+    layers = tuple(int(name.partition(".")[0]) for name in convolutions)
+    return ShortConvConfig(layers, channels, width)
+
+
+def _check_mixing(model: Any, layers_name: str, convolutions: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError if layers combine positions outside of attention and short
+    convolutions.
+    """
     from torch import nn
 
+    known = {module.conv for module in convolutions.values()}
     for name, module in model.get_submodule(layers_name).named_modules():
-        if isinstance(module, nn.Conv1d | nn.Conv2d):
+        if isinstance(module, nn.Conv1d | nn.Conv2d) and module not in known:
             raise UnsupportedError(
                 f"{layers_name}.{name} is a convolution over positions, and planish runs layers "
-                "with a recurrent state only in Qwen3.5"
+                "with a recurrent state only in Qwen3.5 and LFM2"
             )
 
 
@@ -311,17 +343,21 @@ def _layers_name(model: Any, num_layers: int, has_vision: bool) -> str:
 
 
 def _check_one_call_per_layer(
-    calls: list[AttentionCall], layers_name: str, num_layers: int
+    calls: list[AttentionCall], layers_name: str, num_layers: int, convolutions: Mapping[str, Any]
 ) -> None:
+    if not calls and convolutions:
+        raise UnsupportedError("it has no layer with attention, and planish needs one")
     if not calls:
         raise UnsupportedError(
             "its code does not call attention through transformers' AttentionInterface, so planish "
             "cannot replace it"
         )
     called = [call.module_name.removeprefix(f"{layers_name}.").split(".")[0] for call in calls]
-    if called != [str(layer) for layer in range(num_layers)]:
+    others = {name.partition(".")[0] for name in convolutions}
+    expected = [str(layer) for layer in range(num_layers) if str(layer) not in others]
+    if called != expected:
         raise UnsupportedError(
-            f"its {num_layers} layers call attention {len(calls)} times, and planish needs one "
+            f"its {len(expected)} layers call attention {len(calls)} times, and planish needs one "
             "call in each layer"
         )
 

@@ -30,6 +30,22 @@ class HFLinear:
 
 
 @dataclass(frozen=True)
+class ShortConvConfig:
+    """The sizes of layers with a short causal convolution in the place of attention (LFM2)."""
+
+    layers: tuple[int, ...]
+    """The indices of these layers among the decoder layers, ascending."""
+    channels: int
+    conv_width: int
+    """The kernel size of the convolution, in positions."""
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        """The shape of the matrices of one layer's state, which has none."""
+        return 0, 0, 0
+
+
+@dataclass(frozen=True)
 class HFModules:
     """The modules of a model whose layers transformers' modelling code computes."""
 
@@ -42,7 +58,7 @@ class HFModules:
     layers: tuple[tuple[HFLinear, ...], ...]
     """The linears of each decoder layer that adapters can train, in the order of the modules."""
     attention_names: tuple[str, ...]
-    """The name of the module that calls the attention, for each layer."""
+    """The name of the module that calls the attention, for each layer with attention."""
     weight_shapes: tuple[tuple[str, tuple[int, ...]], ...]
     """The name and shape of each weight in transformers' modules."""
     settings_digest: str

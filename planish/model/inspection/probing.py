@@ -256,6 +256,14 @@ def expert_linear_names(module: Any) -> tuple[str, str]:
     return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
 
 
+def is_short_conv(module: Any) -> bool:
+    """Return whether a module is a short convolution of LFM2, which `FrozenShortConv` replaces.
+
+    It computes out_proj(c * conv(b * x)), and in_proj gives b, c and x.
+    """
+    return type(module).__name__ in ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
+
+
 def first_line(error: Exception) -> str:
     """Return the kind of an error and the first line of its message."""
     lines = str(error).strip().splitlines()

@@ -34,13 +34,13 @@ from planish.model.kernels.device import Device
 from planish.model.kernels.interface import Attention, WeightPacker
 from planish.model.kernels.norms import CompiledNorms, SeparateQkNormRope
 from planish.model.kernels.reference.attentions import TorchAttention, score_bytes
-from planish.model.kernels.reference.delta_net import TorchRecurrences
 from planish.model.kernels.reference.elementwise import TorchActivations, TorchNorms, TorchRope
 from planish.model.kernels.reference.head import TorchHead
 from planish.model.kernels.reference.log_sum_exp import TorchLogSumExp
 from planish.model.kernels.reference.lora import TorchLora
 from planish.model.kernels.reference.matmuls import FrozenMatmuls, TorchPacker
 from planish.model.kernels.reference.probe import probe
+from planish.model.kernels.reference.recurrences import TorchRecurrences
 from planish.model.kernels.reference.token_sampling import (
     SORTING_BYTES,
     TorchSampling,
@@ -161,7 +161,7 @@ def _cpp_parts(
     if config.delta_net is not None and supports_delta_net(config.delta_net):
         parts = replace(parts, recurrences=CppRecurrences(config.delta_net, device))
     if ops.supports_attention(config.head_dim) and config.score_cap is None:
-        parts = replace(parts, attention=CppAttention(dtype, config.windows))
+        parts = replace(parts, attention=CppAttention(dtype, config.attention_windows))
         if parts.lora.packs_layer_adapters and "decode" in families:
             parts = replace(parts, decode_passes=CppDecodePasses(config))
     return parts
@@ -270,7 +270,7 @@ def _torch_parts(
         qk_norm_rope=SeparateQkNormRope(norms, rope),
         activations=TorchActivations(),
         attention=TorchAttention(config, kv_dtype, device, tilings),
-        recurrences=TorchRecurrences(config.delta_net, device),
+        recurrences=TorchRecurrences(config.recurrence, device),
         head=TorchHead(matmuls, dtype, device, tilings),
         log_sum_exp=log_sum_exp,
         sampling=TorchSampling(log_sum_exp, device),

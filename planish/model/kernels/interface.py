@@ -27,7 +27,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from planish.model.delta_net import Recurrence, StateSegment
 from planish.model.expert_pairs import TokenExpertPairs
 from planish.model.kernels.linear import PackedLinear, PackedQuantizedWeight, PackedWeight
 from planish.model.kv_cache import KVPool, KVPools, PrefillSpan, SlotOwner
@@ -42,6 +41,7 @@ from planish.model.lora import (
 )
 from planish.model.prefix_tree import MicroBatch
 from planish.model.quantization import QuantizedWeight
+from planish.model.recurrence import Recurrence, StateSegment
 from planish.types import SamplingParams
 
 MIN_WEIGHT = 1e-20
@@ -397,12 +397,12 @@ class Attention(Protocol):
 
 
 class Recurrences(Protocol):
-    """The recurrences of gated delta-net layers."""
+    """The recurrences of layers with a recurrent state (model/recurrence.py)."""
 
     def tree_recurrence(self, micro_batch: MicroBatch) -> Recurrence | None:
         """Return the recurrence of a micro-batch of the trainer, with gradients.
 
-        Return None if the model has no gated delta-net layers.
+        Return None if the model has no such layers.
         """
         ...
 
@@ -412,7 +412,7 @@ class Recurrences(Protocol):
         """Return the recurrence of batch rows that continue stored states, without gradients.
 
         `segments`: all rows of the batch except padding. `num_rows`: the rows of the batch.
-        Return None if the model has no gated delta-net layers.
+        Return None if the model has no such layers.
         """
         ...
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
-from planish.model.delta_net import Recurrence
 from planish.model.expert_pairs import TokenExpertPairs
 from planish.model.kernels.backend import Backend, KernelUse
 from planish.model.kernels.interface import (
@@ -41,6 +40,7 @@ from planish.model.lora import (
     LoraWeights,
 )
 from planish.model.prefix_tree import MicroBatch
+from planish.model.recurrence import Recurrence
 from planish.model.tensor_parallel.collectives import Collectives
 from planish.model.tensor_parallel.group import FollowerOptions, ShardGroup
 from planish.model.tensor_parallel.shards import AdapterShards, Shard, ShardedWeights

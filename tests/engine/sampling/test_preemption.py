@@ -21,11 +21,11 @@ from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
 from planish.errors import UserError
 from planish.model.decoder import Decoder
-from planish.model.delta_net import state_bytes
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.probe import probe
 from planish.model.kernels.row_tiling import FIXED
 from planish.model.lora import LoraWeights
+from planish.model.recurrence import state_bytes
 from planish.service import Sample, SampledToken
 from planish.testing import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
 from planish.tokenizer import load_tokenizer

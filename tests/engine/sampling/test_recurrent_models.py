@@ -1,4 +1,4 @@
-"""The sampler with recurrent states (Qwen3.5): the batch, cached prefixes, cancelled neighbours and
+"""The sampler with recurrent states (Qwen3.5, LFM2): the batch, cached prefixes, cancelled neighbours and
 late grammar masks change no bit of a sample.
 """
 
@@ -24,14 +24,17 @@ from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.training.trainer_settings import TrainerSettings
 from planish.errors import UserError
-from planish.model.decoder import Decoder
-from planish.model.delta_net import state_bytes
+from planish.model.base_decoder import BaseDecoder
+from planish.model.config import ModelConfig
+from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.reference.probe import probe
 from planish.model.kernels.row_tiling import FIXED, RowTiling
+from planish.model.loading import load_decoder
 from planish.model.lora import LoraLayout, LoraWeights
 from planish.model.positions import STATE_CHUNK
+from planish.model.recurrence import state_bytes
 from planish.service import Sample
-from planish.testing import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
+from planish.testing import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model, tiny_transformers_model
 from planish.tokenizer import load_tokenizer
 from planish.types import Constraint, LoraConfig, ModelInput, SampleResponse, SamplingParams
 
@@ -40,15 +43,19 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(
     scope="module",
-    params=["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)],
+    params=slow_after(1, ["qwen3_5", "lfm2", "qwen3_5_moe"]),
 )
 def model_dir(tmp_path_factory, request):
-    return tiny_model(tmp_path_factory.mktemp("model"), request.param, vocab_size=VOCAB_SIZE)
+    path = tmp_path_factory.mktemp("model")
+    if request.param == "lfm2":
+        return tiny_transformers_model(path, request.param, max_position_embeddings=2048)
+    return tiny_model(path, request.param, vocab_size=VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")
-def decoder(model_dir) -> Decoder:
-    return Decoder.load(model_dir, torch.float32, CPU)
+def decoder(model_dir) -> BaseDecoder:
+    config = ModelConfig.from_directory(model_dir)
+    return load_decoder(model_dir, choose_backend(config, torch.float32, CPU, deterministic=False))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +63,7 @@ def tiling(decoder) -> RowTiling:
     return probe(decoder.backend) or FIXED
 
 
-def sampler_of(decoder: Decoder, tiling: RowTiling, **settings: int) -> Sampler:
+def sampler_of(decoder: BaseDecoder, tiling: RowTiling, **settings: int) -> Sampler:
     return Sampler(with_tiling(decoder, tiling), SamplerSettings(**settings), str)
 
 
@@ -103,7 +110,7 @@ def bits(response: SampleResponse) -> list[tuple[list[int], list[float]]]:
     return [(sequence.tokens, sequence.logprobs) for sequence in response.sequences]
 
 
-def adapter(decoder: Decoder, seed: int) -> LoraWeights:
+def adapter(decoder: BaseDecoder, seed: int) -> LoraWeights:
     layout = LoraLayout(decoder.config, LoraConfig(rank=8))
     noise = 0.05 * torch.randn(layout.size, generator=torch.Generator().manual_seed(seed))
     return LoraWeights(layout, layout.init(seed) + noise, decoder.backend)
@@ -300,6 +307,6 @@ def test_a_late_mask_delays_only_its_own_sample(decoder, tiling, model_dir, monk
 def test_activation_bytes_include_the_recurrence(decoder):
     backend = decoder.backend
     few, many = (TrainerSettings(4096).activation_bytes(backend, n) for n in (256, 4096))
-    config = decoder.config.delta_net
+    config = decoder.config.recurrence
     assert config is not None
     assert many - few > 4 * (4096 - 256) * config.channels

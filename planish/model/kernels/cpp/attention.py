@@ -53,7 +53,7 @@ class CppTreeAttention:
     """The attention of the trainer for one micro-batch, with gradients (see `Attend`)."""
 
     def __init__(self, micro_batch: MicroBatch, windows: Sequence[int | None] = ()) -> None:
-        """`windows`: the attention window of each layer (see `ModelConfig.windows`)."""
+        """`windows`: the attention window of each layer (see `ModelConfig.attention_windows`)."""
         blocks, ranges = [], []
         for segment in micro_batch.segments:
             for start in range(segment.start, segment.end, ATTENDED_ROWS):
@@ -152,7 +152,7 @@ class CppPrefillAttention:
     """
 
     def __init__(self, spans: Sequence[PrefillSpan], windows: Sequence[int | None] = ()) -> None:
-        """`windows`: the attention window of each layer (see `ModelConfig.windows`)."""
+        """`windows`: the attention window of each layer (see `ModelConfig.attention_windows`)."""
         self._spans = spans
         blocks, owners, rows = [], [], []
         for span in spans:
@@ -200,7 +200,7 @@ class CppDecodeAttention(StoringAttention):
     ) -> None:
         """`first_rows`, `row_counts`: see `Backend.decode_attention`.
 
-        `windows`: the attention window of each layer (see `ModelConfig.windows`).
+        `windows`: the attention window of each layer (see `ModelConfig.attention_windows`).
         """
         # The kernel stores the keys and values of all rows first. So each row of a sample is an
         # entry of its own, which attends to one position more than the previous row.
@@ -244,7 +244,7 @@ class CppAttention:
     pool_class: type[KVPool] = SeparateKVPool
 
     def __init__(self, dtype: torch.dtype, windows: Sequence[int | None]) -> None:
-        """`dtype`: the dtype of the model. `windows`: see `ModelConfig.windows`."""
+        """`dtype`: the dtype of the model. `windows`: see `ModelConfig.attention_windows`."""
         self.kv_dtype, self._windows = dtype, windows
 
     def tree_attention(self, micro_batch: MicroBatch) -> Attend:

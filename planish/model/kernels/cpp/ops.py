@@ -122,7 +122,7 @@ class AttentionPlan:
     own: np.ndarray | None = None
     """[L, N] of Range: each entry's own range, after the shared positions."""
     windows: Sequence[int | None] = ()
-    """The attention window of each layer (see `ModelConfig.windows`).
+    """The attention window of each layer (see `ModelConfig.attention_windows`).
 
     In a layer with a window of W positions, a row attends only to the last W of its keys.
     """

@@ -209,7 +209,7 @@ class TorchTreeAttention:
     ) -> None:
         """`piece_backward`: the backward pass of a piece; by default the fastest for the device.
 
-        `windows`: the attention window of each layer (see `ModelConfig.windows`). `cap`: the limit
+        `windows`: the attention window of each layer (see `ModelConfig.attention_windows`). `cap`: the limit
         of scores (see `ModelConfig.score_cap`).
         """
         fastest = fused_cpu_backward if device.type == "cpu" else block_backward

@@ -34,7 +34,7 @@ class TorchAttention:
         tilings: RowTilings,
     ) -> None:
         self.kv_dtype = kv_dtype
-        self._windows, self._device, self._tilings = config.windows, device, tilings
+        self._windows, self._device, self._tilings = config.attention_windows, device, tilings
         self._cap = config.score_cap
 
     def tree_attention(self, micro_batch: MicroBatch) -> Attend:

@@ -20,20 +20,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from planish.model.delta_net import (
+from planish.model.hf_config.decoder_fields import DeltaNetConfig
+from planish.model.kernels.reference.causal_conv import (
+    SequenceTaps,
+    convolve,
+    convolve_backward,
+    tree_segments,
+    tree_taps,
+)
+from planish.model.prefix_tree import MicroBatch
+from planish.model.recurrence import (
     BLOCK,
     MAX_BLOCK_ELEMENTS,
     DeltaNetInputs,
     DeltaNetWeights,
-    Recurrence,
     StateSegment,
 )
-from planish.model.hf_config.decoder_fields import DeltaNetConfig
-from planish.model.prefix_tree import MicroBatch
 
 _EPS = 1e-6
 """The constant in the L2 norm of queries and keys."""
@@ -81,18 +86,10 @@ class TreeRecurrence:
     ) -> None:
         """Each segment of `micro_batch` starts from the final state of its parent."""
         self._config = config
-        spans = [(segment.start, segment.end) for segment in micro_batch.segments]
-        index_by_last_row = {end - 1: index for index, (_, end) in enumerate(spans)}
-        parents = [
-            index_by_last_row[segment.ancestors[-1][1] - 1] if segment.ancestors else -1
-            for segment in micro_batch.segments
-        ]
-        self._spans, self._parents = spans, parents
-        self._levels = _group_by_depth(spans, parents)
-        previous_rows = np.arange(-1, len(micro_batch) - 1)
-        for (start, _), parent in zip(spans, parents, strict=True):
-            previous_rows[start] = spans[parent][1] - 1 if parent >= 0 else -1
-        self._tap_rows = _tap_rows(previous_rows, config.conv_width).to(device)
+        self._spans, self._parents = tree_segments(micro_batch)
+        self._levels = _group_by_depth(self._spans, self._parents)
+        tap_rows = tree_taps(self._spans, self._parents, len(micro_batch), config.conv_width)
+        self._tap_rows = tap_rows.to(device)
 
     def __call__(self, layer: int, inputs: DeltaNetInputs) -> Tensor:
         """Return the outputs, float32 [T, Hv, Dv]."""
@@ -118,52 +115,21 @@ class SequenceRecurrence:
     ) -> None:
         """`segments`: all rows of the batch except padding. `num_rows`: the number of rows, T."""
         self._segments, self._num_rows, self._config = segments, num_rows, config
-        index_by_final_state = {
-            id(segment.final_state): index for index, segment in enumerate(segments)
-        }
-        parents = [
-            parent
-            if (parent := index_by_final_state.get(id(segment.initial_state), index)) < index
-            else -1
-            for index, segment in enumerate(segments)
-        ]
-        self._parents = parents
-        self._levels = _group_by_depth(
-            [(segment.start, segment.stop) for segment in segments], parents
-        )
-        # The convolution reads one tensor: first W - 1 rows per segment, from the segment's stored
-        # state, and then the rows of the batch. previous_rows[i] is the row with the position
-        # before that of row i.
-        stored_per_segment = config.conv_width - 1
-        num_stored = stored_per_segment * len(segments)
-        previous_rows = np.arange(-1, num_stored + num_rows - 1)
-        for index, segment in enumerate(segments):
-            parent = parents[index]
-            previous_rows[num_stored + segment.start] = (
-                num_stored + segments[parent].stop - 1
-                if parent >= 0
-                else stored_per_segment * (index + 1) - 1
-            )
-            previous_rows[stored_per_segment * index] = -1
-        self._tap_rows = _tap_rows(previous_rows, config.conv_width)[num_stored:].to(device)
-        last_rows = [num_stored + segment.stop - 1 for segment in segments]
-        self._last_tap_rows = _tap_rows(previous_rows, stored_per_segment + 1)[last_rows].to(device)
+        self._taps = SequenceTaps(segments, num_rows, config.conv_width, device)
+        self._parents = self._taps.parents
+        spans = [(segment.start, segment.stop) for segment in segments]
+        self._levels = _group_by_depth(spans, self._parents)
 
     def __call__(self, layer: int, inputs: DeltaNetInputs) -> Tensor:
         """Return the outputs, float32 [T, Hv, Dv], and store the new states. Padding rows get 0."""
-        weights, segments = inputs.weights, self._segments
-        stored_rows = torch.cat([segment.initial_state.conv[layer] for segment in segments])
-        conv_out = _ConvSilu.apply(inputs.qkv, stored_rows, self._tap_rows, weights.conv)
+        weights, stored_rows = inputs.weights, self._taps.stored_rows(layer)
+        conv_out = _ConvSilu.apply(inputs.qkv, stored_rows, self._taps.tap_rows, weights.conv)
         scan_inputs = _scan_inputs(self._config, conv_out, inputs.beta_decay, weights)
         out = conv_out.new_zeros(
             self._num_rows, self._config.num_value_heads, self._config.value_dim
         )
-        # Append a row of zeros. The index -1, which stands for positions before 0, selects it.
-        rows = torch.cat([stored_rows, inputs.qkv, inputs.qkv.new_zeros(1, inputs.qkv.shape[1])])
-        final_conv_states = rows[self._last_tap_rows[:, 1:]]
+        self._taps.store(layer, stored_rows, inputs.qkv)
         self._scan(layer, scan_inputs, out)
-        for segment, conv_state in zip(segments, final_conv_states, strict=True):
-            segment.final_state.conv[layer] = conv_state
         return out
 
     def _scan(self, layer: int, scan_inputs: ScanInputs, out: Tensor) -> None:
@@ -178,19 +144,6 @@ class SequenceRecurrence:
                 segments[index].final_state.matrices[layer] = final_matrices
 
 
-def _tap_rows(previous_rows: np.ndarray, width: int) -> Tensor:
-    """Return the indices of the W rows that the convolution reads for each row: int64 [T, W].
-
-    The last index is the row itself. -1 stands for a position before 0. `previous_rows`: for
-    each row, the index of the row of the previous position, or -1.
-    """
-    columns = [np.arange(len(previous_rows))]
-    for _ in range(width - 1):
-        next_rows = columns[-1]
-        columns.append(np.where(next_rows < 0, -1, previous_rows[np.maximum(next_rows, 0)]))
-    return torch.from_numpy(np.stack(columns[::-1], 1))
-
-
 class _ConvSilu(torch.autograd.Function):
     """SiLU of the causal convolution, float32 [T, C]. Backward recomputes the convolution."""
 
@@ -200,29 +153,16 @@ class _ConvSilu(torch.autograd.Function):
         rows of `preceding_rows` followed by those of `x`; -1 stands for a row of zeros.
         """
         ctx.save_for_backward(x, tap_rows, weight)
-        conv_out = _convolve(torch.cat([preceding_rows, x]), tap_rows, weight)
+        conv_out = convolve(torch.cat([preceding_rows, x]), tap_rows, weight)
         return conv_out.mul_(sigmoid(conv_out))
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, tap_rows, weight = ctx.saved_tensors
-        conv_out = _convolve(x, tap_rows, weight)
+        conv_out = convolve(x, tap_rows, weight)
         gate = sigmoid(conv_out)
         grad = grad * (gate * (1 + conv_out * (1 - gate)))
-        # Positions before 0 have the index -1, which selects the additional last row. Their
-        # gradients are discarded with that row.
-        grad_rows = grad.new_zeros(x.shape[0] + 1, x.shape[1])
-        for tap in range(tap_rows.shape[1]):
-            grad_rows.index_add_(0, tap_rows[:, tap] % len(grad_rows), grad * weight[:, tap])
-        return grad_rows[:-1].to(x.dtype), None, None, None
-
-
-def _convolve(x: Tensor, tap_rows: Tensor, weight: Tensor) -> Tensor:
-    padded = torch.cat([x, x.new_zeros(1, x.shape[1])]).float()  # The index -1 selects the zeros.
-    conv_out = padded[tap_rows[:, 0]] * weight[:, 0]
-    for tap in range(1, tap_rows.shape[1]):
-        conv_out += padded[tap_rows[:, tap]] * weight[:, tap]
-    return conv_out
+        return convolve_backward(grad, tap_rows, weight).to(x.dtype), None, None, None
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -427,25 +367,3 @@ def _tree_backward(
                 state_grads[parent] = state_grads[parent] + initial_grad
             elif parent >= 0:
                 state_grads[parent] = initial_grad
-
-
-class TorchRecurrences:
-    """The recurrences of gated delta-net layers (see `Recurrences`)."""
-
-    def __init__(self, config: DeltaNetConfig | None, device: torch.device) -> None:
-        """`config`: None for a model without such layers."""
-        self._config, self._device = config, device
-
-    def tree_recurrence(self, micro_batch: MicroBatch) -> Recurrence | None:
-        """Return the recurrence of a micro-batch of the trainer, with gradients."""
-        if self._config is None:
-            return None
-        return TreeRecurrence(micro_batch, self._config, self._device)
-
-    def sequence_recurrence(
-        self, segments: Sequence[StateSegment], num_rows: int
-    ) -> Recurrence | None:
-        """Return the recurrence of batch rows that continue stored states, without gradients."""
-        if self._config is None:
-            return None
-        return SequenceRecurrence(segments, num_rows, self._config, self._device)

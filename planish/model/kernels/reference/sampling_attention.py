@@ -61,7 +61,7 @@ class PrefillAttention:
     ) -> None:
         """`spans` names the rows of each prompt; rows outside of them are padding.
 
-        `windows`: the attention window of each layer (see `ModelConfig.windows`). `cap`: the limit
+        `windows`: the attention window of each layer (see `ModelConfig.attention_windows`). `cap`: the limit
         of scores (see `ModelConfig.score_cap`).
         """
         self._spans, self._windows, self._cap = spans, windows, cap
@@ -136,7 +136,7 @@ class DecodeAttention:
         """`first_rows`, `row_counts`: see `Backend.decode_attention`.
 
         `query_rows` is the minimum number of rows of a matmul; fewer rows are padded. `windows`:
-        the attention window of each layer (see `ModelConfig.windows`). `cap`: as in
+        the attention window of each layer (see `ModelConfig.attention_windows`). `cap`: as in
         `PrefillAttention`.
         """
         self._query_rows, self._windows, self._cap = query_rows, windows, cap

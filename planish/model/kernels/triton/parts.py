@@ -133,14 +133,14 @@ class TritonAttention:
         """Return the attention of a micro-batch of the trainer, with gradients."""
         if not self._has_tree or micro_batch.blocks:
             return self._fallback.tree_attention(micro_batch)
-        return TritonTreeAttention(micro_batch, self._device, self._config.windows)
+        return TritonTreeAttention(micro_batch, self._device, self._config.attention_windows)
 
     def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
         """Return the causal attention of prompt rows, which stores their keys and values."""
         if not self._has_sampling or not spans or any(span.blocks for span in spans):
             return self._fallback.prefill_attention(spans)
         config = self._config
-        return GpuPrefill(spans, self._pool_bases, config.num_heads, config.windows)
+        return GpuPrefill(spans, self._pool_bases, config.num_heads, config.attention_windows)
 
     def decode_attention(
         self,
@@ -160,7 +160,7 @@ class TritonAttention:
             max_rows = max(_MIN_DECODE_ROWS, 1 << (num_rows - 1).bit_length())
             config = self._config
             self._decode_tables = DecodeTables(
-                self._pool_bases, max_rows, config.num_heads, config.windows
+                self._pool_bases, max_rows, config.num_heads, config.attention_windows
             )
         self._decode_tables.fill(*given)
         return self._decode_tables

@@ -124,7 +124,7 @@ class GpuPrefill:
     ) -> None:
         """`spans`: the rows of each prompt. `q_heads`: the number of query heads Hq.
 
-        `windows`: the attention window of each layer (see `ModelConfig.windows`).
+        `windows`: the attention window of each layer (see `ModelConfig.attention_windows`).
         """
         kernels = _kernels()
         self._windows = windows
@@ -188,7 +188,7 @@ class DecodeTables:
         """`max_rows`: the maximum number of rows of a batch, including rows without a sample.
 
         `q_heads`: the number of query heads Hq. `windows`: the attention window of each layer (see
-        `ModelConfig.windows`).
+        `ModelConfig.attention_windows`).
         """
         kernels, shape, device = _kernels(), bases.shape, bases.shape.device
         self.max_rows = max_rows

@@ -59,7 +59,7 @@ class TritonTreeAttention:
         device: torch.device,
         windows: Sequence[int | None] = (),
     ) -> None:
-        """`windows`: the attention window of each layer (see `ModelConfig.windows`)."""
+        """`windows`: the attention window of each layer (see `ModelConfig.attention_windows`)."""
         # Triton is absent on machines without a GPU.
         self._kernels = import_module("planish.model.kernels.triton.tree_kernels")
         self._subtree_end = micro_batch.subtree_end

@@ -1,8 +1,9 @@
-"""Gated delta-net layers (Yang et al. 2024): their weights, and the states of running sequences.
+"""Layers with a recurrent state in the place of keys and values: their states and their inputs.
 
-Such a layer has no keys and values. Each sequence has a state of fixed size instead: one matrix per
-head, and the last inputs of a short causal convolution. At each position, the matrix decays and is
-corrected towards the position's value:
+There are two kinds. A short convolution (LFM2) multiplies the last W inputs of each channel by W
+weights and adds them up. So the state of a sequence is the last W - 1 inputs. A gated delta net (Yang
+et al. 2024, Qwen3.5) has a short convolution too, and one matrix per head. At each position, the
+matrix decays and is corrected towards the position's value:
 
     S = decay * S;  S = S + k (beta * (v - S^T k))^T;  output = S^T q
 
@@ -18,11 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from planish.model.config import ModelConfig
+from planish.model.config import ModelConfig, RecurrenceConfig
 from planish.model.hf_config.decoder_fields import DeltaNetConfig
 from planish.model.kernels.linear import PackedLinear
 from planish.model.positions import STATE_CHUNK
@@ -55,19 +58,17 @@ class DeltaNetWeights:
 
 
 class RecurrentState:
-    """The state of one sequence after some position, in all gated delta-net layers."""
+    """The state of one sequence after some position, in all layers with a recurrent state."""
 
-    def __init__(self, config: DeltaNetConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: RecurrenceConfig, dtype: torch.dtype, device: torch.device) -> None:
         """Create the state before position 0, all zeros. `dtype`: the dtype of the model."""
         num_layers = len(config.layers)
         self.conv = torch.zeros(
             num_layers, config.conv_width - 1, config.channels, dtype=dtype, device=device
         )
         """[layers, W - 1, C]: the inputs of the convolution at the last W - 1 positions."""
-        self.matrices = torch.zeros(
-            num_layers, config.num_value_heads, config.key_dim, config.value_dim, device=device
-        )
-        """float32 [layers, Hv, Dk, Dv]."""
+        self.matrices = torch.zeros(num_layers, *config.matrix_shape, device=device)
+        """float32 [layers, Hv, Dk, Dv]; empty in a model of short convolutions."""
 
     def copy(self) -> RecurrentState:
         """Return a copy, which can be changed independently."""
@@ -78,32 +79,29 @@ class RecurrentState:
 
 def state_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the bytes of the recurrent state of one sequence; 0 if the model has none."""
-    delta_net = config.delta_net
-    if delta_net is None:
+    recurrence = config.recurrence
+    if recurrence is None:
         return 0
-    conv_bytes = dtype.itemsize * (delta_net.conv_width - 1) * delta_net.channels
-    matrix_bytes = 4 * delta_net.num_value_heads * delta_net.key_dim * delta_net.value_dim
-    return len(delta_net.layers) * (conv_bytes + matrix_bytes)
+    conv_bytes = dtype.itemsize * (recurrence.conv_width - 1) * recurrence.channels
+    return len(recurrence.layers) * (conv_bytes + 4 * prod(recurrence.matrix_shape))
 
 
 def sampling_workspace_bytes(
     config: ModelConfig, dtype: torch.dtype, max_samples: int, max_rows: int
 ) -> int:
-    """Return the estimated bytes of workspace that gated delta-net layers need in a sampler step.
+    """Return the estimated bytes of workspace that recurrent layers need in a sampler step.
 
     `max_samples`: the maximum number of samples in a decoding step. `max_rows`: the maximum number
     of rows in a prefill. The workspace contains the float32 inputs of one layer, three matrices per
     head of each sequence, and the states at the ends of the prefill's chunks.
     """
-    delta_net = config.delta_net
-    if delta_net is None:
+    recurrence = config.recurrence
+    if recurrence is None:
         return 0
-    matrix_size = delta_net.num_value_heads * delta_net.key_dim * delta_net.value_dim
-    input_bytes = (
-        4 * 6 * max_rows * (delta_net.channels + delta_net.num_value_heads * delta_net.key_dim)
-    )
+    num_heads, key_dim, _ = recurrence.matrix_shape
+    input_bytes = 4 * 6 * max_rows * (recurrence.channels + num_heads * key_dim)
     return (
-        4 * 3 * max_samples * matrix_size
+        4 * 3 * max_samples * prod(recurrence.matrix_shape)
         + input_bytes
         + max_rows // STATE_CHUNK * state_bytes(config, dtype)
     )
@@ -160,9 +158,22 @@ class DeltaNetInputs:
     weights: DeltaNetWeights
 
 
-Recurrence = Callable[[int, DeltaNetInputs], Tensor]
-"""The recurrence of one forward pass: (number of the gated delta-net layer, inputs) -> outputs,
-float32 [T, Hv, Dv].
+@dataclass(frozen=True)
+class ShortConvInputs:
+    """The inputs of the short convolution of one layer."""
 
+    x: Tensor
+    """[T, C] in the model's dtype."""
+    weight: Tensor
+    """float32 [C, W]; the last column belongs to a row's own position."""
+    bias: Tensor | None
+    """float32 [C]."""
+
+
+Recurrence = Callable[[int, Any], Tensor]
+"""The recurrence of one forward pass: (number of the recurrent layer, inputs) -> outputs.
+
+The inputs of a gated delta net are `DeltaNetInputs`, and its outputs are float32 [T, Hv, Dv]. The
+inputs of a short convolution are `ShortConvInputs`, and its outputs are [T, C] in the model's dtype.
 The function knows which rows are consecutive positions, and where the states are stored.
 """
