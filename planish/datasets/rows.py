@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.datasets.arrow_rows import ArrowRows
+from planish.datasets.row_digests import record_rows
 from planish.datasets.row_files import FILE_SUFFIXES, Row, is_data_file, read_file
 from planish.errors import UserError
 
@@ -76,6 +77,7 @@ def open_rows(dataset: str, split: str) -> Sequence[Row]:
         raise UserError(
             f"the dataset {dataset} has no rows in its {split} split; give a dataset with rows"
         )
+    record_rows(f"{dataset}, {split}", rows)
     return rows
 
 

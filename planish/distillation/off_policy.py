@@ -26,7 +26,7 @@ import chz
 
 from planish import ServiceClient, TrainingClient
 from planish.distillation.soft_targets import SoftTargetData, soft_targets
-from planish.distillation.teachers import TeacherConfig, pin_checkpoint, teacher_client
+from planish.distillation.teachers import TeacherConfig
 from planish.errors import UserError
 from planish.runlog.checkpoints import RunStart
 from planish.runlog.evaluators import TrainingClientEvaluator
@@ -37,7 +37,7 @@ from planish.tokenizer import ModelTokenizer
 from planish.training import supervised_config as supervised
 from planish.training.option_rules import at_least
 from planish.training.run_loop import open_client
-from planish.training.scoring_models import model_info
+from planish.training.scoring_models import model_info, pin_checkpoint, scoring_client
 from planish.training.supervised_context import limit_to_context
 from planish.training.train_supervised import CONSOLE_METRICS, train
 from planish.types import Datum, ModelInput, SamplingParams
@@ -75,8 +75,10 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
 
 
 async def _run(config: Config, service_client: ServiceClient) -> Path:
-    config = chz.replace(config, teacher_config=pin_checkpoint(config.teacher_config))
-    teacher = await teacher_client(
+    config = chz.replace(
+        config, teacher_config=pin_checkpoint(config.teacher_config, "teacher_config")
+    )
+    teacher = await scoring_client(
         config.teacher_config,
         service_client,
         config.model_name,

@@ -22,13 +22,13 @@ import chz
 
 from planish import ServiceClient
 from planish.distillation.datasets import DistillationDatasetBuilder, teacher_name
-from planish.distillation.teachers import pin_checkpoint, teacher_client
 from planish.errors import UnsupportedError, UserError
 from planish.rl.data_processing import TrainingSequence
 from planish.rl.kl import add_kl_term, log_ratios, mean_log_ratio
 from planish.rl.types import Metrics
 from planish.training import rl_config as rl
 from planish.training.run_loop import open_client
+from planish.training.scoring_models import pin_checkpoint, scoring_client
 from planish.training.train_rl import train
 
 
@@ -72,13 +72,13 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
 
 async def _run(config: Config, service_client: ServiceClient) -> Path:
     parts = [
-        chz.replace(part, teacher_config=pin_checkpoint(part.teacher_config))
-        for part in config.dataset_builder.parts
+        chz.replace(part, teacher_config=pin_checkpoint(part.teacher_config, teacher_option(index)))
+        for index, part in enumerate(config.dataset_builder.parts)
     ]
     config = chz.replace(config, dataset_builder=chz.replace(config.dataset_builder, parts=parts))
     clients: dict[str, Any] = {}
     for index, part in enumerate(parts):
-        clients[teacher_name(index)] = await teacher_client(
+        clients[teacher_name(index)] = await scoring_client(
             part.teacher_config,
             service_client,
             config.model_name,

@@ -14,6 +14,7 @@ uses the loop of supervised training (planish/training/train_supervised.py). Apa
 reference.json, a DPO run writes the files of a supervised run, and it resumes in the same way.
 """
 
+import asyncio
 import json
 import math
 from collections.abc import Sequence
@@ -40,7 +41,11 @@ from planish.supervised.types import SupervisedDataset
 from planish.training import supervised_config as supervised
 from planish.training.option_rules import NOT_NEGATIVE, one_of, rule
 from planish.training.run_loop import open_client
-from planish.training.scoring_models import require_one_vocabulary
+from planish.training.scoring_models import (
+    KLReferenceConfig,
+    require_one_vocabulary,
+    warn_of_other_format,
+)
 from planish.training.supervised_context import limit_to_context
 from planish.training.train_supervised import train
 from planish.types import Datum, ModelInput
@@ -121,6 +126,18 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
         )
         base_model = await reference_base_model(config, service_client)
         await require_one_vocabulary(config.model_name, base_model, service_client, option)
+        if base_model != config.model_name or config.reference_checkpoint_path is not None:
+            reference = KLReferenceConfig(
+                base_model=base_model, load_checkpoint_path=config.reference_checkpoint_path
+            )
+            await asyncio.to_thread(
+                warn_of_other_format,
+                reference,
+                service_client,
+                config.model_name,
+                config.renderer_name,
+                option,
+            )
         # The last target is not part of the datum's input, but the reference reads it as input. So
         # the reference needs a context of one more token than the policy.
         config = await limit_to_context(config, service_client, [(base_model, 1)])

@@ -30,6 +30,7 @@ from planish.completers import derived_seed
 from planish.datasets.grading import Grader, GradingError
 from planish.datasets.gsm8k import Problem, problem_prompt
 from planish.datasets.math_problems import load_problems
+from planish.datasets.row_digests import recorded_rows
 from planish.datasets.rows import warn_of_partial_batch
 from planish.datasets.split_names import SplitNames
 from planish.model.sources import DEFAULT_MODEL
@@ -166,13 +167,14 @@ def main(config: Config) -> Path:
 
 def train(config: Config, service_client: planish.ServiceClient) -> Path:
     """Train with a given service client and return the run directory."""
-    problems, test_problems = load_problems(config.dataset, config.train_split or "train"), []
-    if config.eval_problems:
-        test_problems = load_problems(config.dataset, config.test_split or "test")
-        test_problems = test_problems[: config.eval_problems]
+    with recorded_rows() as rows:
+        problems, test_problems = load_problems(config.dataset, config.train_split or "train"), []
+        if config.eval_problems:
+            test_problems = load_problems(config.dataset, config.test_split or "test")
+            test_problems = test_problems[: config.eval_problems]
     require_batch(config, problems)
     with RunDirectory.of_options(config, RESUMABLE_OPTIONS) as run, Grader() as grader:
-        start = start_run(config, service_client, run, len(problems), "rl_loop")
+        start = start_run(config, service_client, run, rows, len(problems), "rl_loop")
         client = start.training_client
         renderer = choose_renderer(config.renderer_name, config.model_name, client.get_tokenizer())
         context_window = service_client.get_server_capabilities().context_length_of(

@@ -27,6 +27,7 @@ from planish import AdamParams, Datum, ServiceClient, TrainingClient
 from planish.datasets.gsm8k import is_gsm8k, problem_prompt, read_problem
 from planish.datasets.layouts import CONVERSATIONS, WORKED_SOLUTION, conversation_of, find_layout
 from planish.datasets.messages import Conversation, PlainText, location_of
+from planish.datasets.row_digests import recorded_rows
 from planish.datasets.row_files import Row
 from planish.datasets.rows import load_rows, warn_of_partial_batch
 from planish.datasets.split_names import SplitNames
@@ -45,7 +46,12 @@ from planish.runlog.console import StepDisplay, step_line
 from planish.runlog.plotting import draw_curve
 from planish.runlog.run_directory import RunDirectory
 from planish.runlog.spans import Spans
-from planish.supervised.rendering import check_conversation, plain_text_example
+from planish.supervised.rendering import (
+    check_conversation,
+    has_answer_at_end,
+    plain_text_example,
+    warn_of_missing_answers,
+)
 from planish.training.option_rules import POSITIVE, at_least, check_fields, require, zero_for
 from planish.training.run_loop import start_run
 from planish.training.run_options import ENGINE_OPTIONS, CheckpointOptions, StartOptions
@@ -120,11 +126,12 @@ def main(config: Config) -> Path:
 
 def train(config: Config, service_client: ServiceClient) -> Path:
     """Train with a given service client and return the run directory."""
-    conversations = load_conversations(config.dataset, config.train_split or "train")
-    test_conversations = []
-    if config.eval_examples:
-        test_conversations = load_conversations(config.dataset, config.test_split or "test")
-        test_conversations = test_conversations[: config.eval_examples]
+    with recorded_rows() as rows:
+        conversations = load_conversations(config.dataset, config.train_split or "train")
+        test_conversations = []
+        if config.eval_examples:
+            test_conversations = load_conversations(config.dataset, config.test_split or "test")
+            test_conversations = test_conversations[: config.eval_examples]
     steps_per_epoch = len(conversations) // config.batch_size
     require(
         config,
@@ -139,7 +146,7 @@ def train(config: Config, service_client: ServiceClient) -> Path:
     check_data(conversations, renderer, config, "train")
     check_data(test_conversations, renderer, config, "test")
     with RunDirectory.of_options(config, RESUMABLE_OPTIONS) as run:
-        start = start_run(config, service_client, run, len(conversations), "sl_loop")
+        start = start_run(config, service_client, run, rows, len(conversations), "sl_loop")
         if start.batch >= steps:
             draw_loss_curve(config, run)
             print(f"{run.path}: all {start.batch} steps are done")
@@ -313,6 +320,10 @@ def check_data(
     """
     for each in conversations:
         check_conversation(each, renderer, TRAINED_MESSAGES, location_of(each))
+    unanswered = [
+        location_of(each) for each in conversations if not has_answer_at_end(each, TRAINED_MESSAGES)
+    ]
+    warn_of_missing_answers(unanswered, f"of {len(conversations)} {split} conversations")
     if conversations and not any(
         render([each], renderer, config.max_length).data for each in conversations
     ):

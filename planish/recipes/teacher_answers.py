@@ -5,6 +5,7 @@ resumed run does not sample them again.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import chz
 
 from planish import ServiceClient
 from planish.datasets.messages import Message
+from planish.datasets.row_digests import digest_of
 from planish.distillation.prompts import load_prompts
 from planish.distillation.sampling import TeacherSampler, sample_conversations
-from planish.distillation.teachers import TeacherConfig, pin_checkpoint, teacher_client
+from planish.distillation.teachers import TeacherConfig
 from planish.errors import UserError
 from planish.files import lock_directory
 from planish.recipes import training_run
@@ -25,6 +27,7 @@ from planish.renderers import TrainOnWhat
 from planish.runlog.model_renderer import model_renderer
 from planish.supervised.datasets import FromRowsBuilder
 from planish.training.option_rules import NOT_NEGATIVE, at_least, check_fields, require
+from planish.training.scoring_models import pin_checkpoint, scoring_client
 
 SUMS = "sums"
 MAX_OPERAND = 20
@@ -170,13 +173,13 @@ async def write_answers(
             f"test_size={options.test_size or 0} needs {needed}; give more prompts, or smaller "
             "sizes"
         )
-    teacher = pin_checkpoint(teacher_config(options))
+    teacher = pin_checkpoint(teacher_config(options), "teacher_checkpoint")
     origin = {
         "teacher": chz.asdict(teacher),
         "renderer": renderer.name,
         "prefix": list(prefix),
         "dataset": options.dataset,
-        "prompts": len(prompts),
+        "prompts": asdict(digest_of(prompts)),
         **({"max_operand": options.largest_operand} if options.dataset == SUMS else {}),
         **{name: getattr(options, name) for name in ("max_tokens", "temperature", "seed")},
     }
@@ -184,7 +187,7 @@ async def write_answers(
     lock = lock_directory(path.parent, "log_path", "this run")
     try:
         sampler = TeacherSampler(
-            await teacher_client(
+            await scoring_client(
                 teacher, service_client, options.model_name, renderer.name, "teacher_model"
             ),
             renderer,

@@ -10,6 +10,7 @@
     stop_after_step     a request to stop the run after its step (`request_stop`)
     metric_logs.json    which steps W&B, Trackio and TensorBoard have
                         (planish/runlog/metrics_log.py)
+    rows.json           how many rows the run reads, and their digests (`require_rows`)
     reference.json      the reference policy of preference training (planish/preference/dpo.py)
     preference_model.json
                         how to load the trained preference model (planish/preference/model_files.py)
@@ -21,7 +22,7 @@ Invariants: `write_atomically` replaces a file atomically. If a crash leaves a p
 end of a JSONL file, the next start removes it. The rows of all steps before a checkpoint are on
 disk before the checkpoint's row. On resume, `resume_at` drops the rows of later steps, and those
 steps are trained again. So metrics.jsonl contains each step exactly once. Only one process can use
-a run at a time. A run can be resumed only with the options that it began with.
+a run at a time. A run can be resumed only with the options and the rows that it began with.
 """
 
 import inspect
@@ -30,12 +31,13 @@ import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import chz
 
+from planish.datasets.row_digests import RowDigest
 from planish.errors import CheckpointError, UserError
 from planish.files import (
     Row,
@@ -58,6 +60,7 @@ COMMAND = "command.json"
 STOP_REQUEST = "stop_after_step"
 TRACE = "trace_events.jsonl"
 METRIC_LOGS = "metric_logs.json"
+ROWS = "rows.json"
 REFERENCE = "reference.json"
 PREFERENCE_MODEL = "preference_model.json"
 
@@ -154,6 +157,25 @@ class RunDirectory:
         self._checkpoints.close()
         self._spans.close()
         self._lock.release()
+
+    def require_rows(self, digests: Mapping[str, RowDigest]) -> None:
+        """Record the rows that a run reads, by dataset and split. Raises UserError if the run in the
+        directory has begun with other rows of the same name.
+        """
+        path = self.path / ROWS
+        found = read_object(path) if self.resume_points() and path.exists() else {}
+        rows = {name: asdict(digest) for name, digest in digests.items()}
+        for name, digest in rows.items():
+            begun = found.get(name, digest)
+            if begun != digest:
+                raise UserError(
+                    f"log_path={self.path} has a run that began with other rows of {name}: "
+                    f"{begun['rows']} rows then, {digest['rows']} rows now, and their contents "
+                    "differ. Restore these rows to continue the run, or start a new run from its "
+                    f"weights: load_checkpoint_path={self.path} with another log_path"
+                )
+        if rows:
+            write_atomically(path, json.dumps({**found, **rows}, indent=2) + "\n")
 
     def resume_points(self) -> list[CheckpointRecord]:
         """Return the checkpoints that have optimizer state, newest first."""
@@ -340,6 +362,7 @@ def remove_run(path: str | Path) -> None:
         SPANS,
         TRACE,
         METRIC_LOGS,
+        ROWS,
         REFERENCE,
         PREFERENCE_MODEL,
         CONFIG,

@@ -28,7 +28,12 @@ from planish.datasets.unused_columns import UnusedColumns
 from planish.errors import UserError
 from planish.renderers import Renderer, TrainOnWhat
 from planish.renderers.spelled_tokens import SpelledTokens
-from planish.supervised.rendering import check_conversation, conversation_converter
+from planish.supervised.rendering import (
+    check_conversation,
+    conversation_converter,
+    has_answer_at_end,
+    warn_of_missing_answers,
+)
 from planish.supervised.types import Batch, ChatDatasetBuilder, SupervisedDataset
 
 T = TypeVar("T")
@@ -207,19 +212,24 @@ def check_rows(
     so it is fast enough to run before training.
 
     The columns that the layouts of conversations do not use are added to `unused`. A `read_row` of
-    the user's own decides itself what it uses. A warning counts the rows whose texts spell special
-    tokens.
+    the user's own decides itself what it uses. Warnings count the rows whose texts spell special
+    tokens, and those that end without an answer.
     """
     spelled = SpelledTokens()
+    unanswered: list[str] = []
     for row in rows:
         conversation = read_row(row, row.location)
         if read_row is conversation_of:
             unused.add_layout(row, CONVERSATIONS, row.location)
         check_conversation(conversation, renderer, train_on_what, row.location)
+        if not has_answer_at_end(conversation, train_on_what):
+            unanswered.append(row.location)
         if not isinstance(conversation, PlainText):
             render = partial(renderer.build_supervised_examples, conversation, train_on_what)
             spelled.add_rendered(conversation, renderer, render, row.location)
-    spelled.warn(f"of {len(rows)} conversations of {unused.dataset}")
+    conversations = f"of {len(rows)} conversations of {unused.dataset}"
+    spelled.warn(conversations)
+    warn_of_missing_answers(unanswered, conversations)
 
 
 @chz.chz

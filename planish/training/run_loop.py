@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from planish import SamplingClient, ServiceClient
 from planish.client.local import models_used_together
+from planish.datasets.row_digests import RowDigest
 from planish.files import write_atomically
 from planish.processes.blocking import call_function
 from planish.processes.interruption import Interrupted, Interruption, first_error, run_uncancelled
@@ -249,10 +250,14 @@ def start_run(
     options: StartOptions,
     service_client: ServiceClient,
     run_directory: RunDirectory,
+    rows: Mapping[str, RowDigest],
     data_size: int,
     recipe_name: str | None,
 ) -> RunStart:
-    """Begin a run, or resume it from its newest checkpoint, by calling `start_training`."""
+    """Begin a run, or resume it from its newest checkpoint, by calling `start_training`. Raises
+    UserError if the rows of a resumed run have changed; `rows` are those of `recorded_rows`.
+    """
+    run_directory.require_rows(rows)
     return start_training(
         service_client,
         run_directory,
@@ -299,6 +304,7 @@ async def run_training(
     config: Mapping[str, Any],
     may_change: Sequence[str],
     num_steps: int,
+    rows: Mapping[str, RowDigest],
     data_size: int,
     make_learner: Callable[[RunLoop], Awaitable[Learner]],
     console_metrics: Mapping[str, str] | None = None,
@@ -307,7 +313,7 @@ async def run_training(
     """Start or resume the run in `options.log_path`, and run its steps. Return the directory.
 
     `config` is written to config.json. When a run is resumed, only the options in `may_change` may
-    differ from the saved config. `console_metrics` maps names of metrics to their formats on the
+    differ from the saved config, and `rows` must be those of the run (`start_run`). `console_metrics` maps names of metrics to their formats on the
     console; None shows all metrics. If the run is already finished, no step runs and a message is
     printed. `remedy` is the part of this message that says how to extend the run.
 
@@ -319,7 +325,7 @@ async def run_training(
         options.log_path, config, may_change=may_change, at_default=names_at_default(options)
     ) as run_directory:
         start = await asyncio.to_thread(
-            start_run, options, service_client, run_directory, data_size, options.recipe_name
+            start_run, options, service_client, run_directory, rows, data_size, options.recipe_name
         )
         if start.batch > num_steps or (start.batch == num_steps and start.was_finished):
             print(

@@ -1,21 +1,33 @@
 """The models that score a policy's tokens: the reference of a KL penalty, and teachers.
 
 A scoring model reads the token ids of the policy's prompts and answers. So it needs the policy's
-vocabulary, and the answers must end where its context window ends. Both are settled before a run
-begins, and not at the first long answer or the first unknown token.
+vocabulary, and the answers must end where its context window ends. It should have the policy's chat
+format. All this is settled before a run begins, and not at the first long answer or the first
+unknown token.
 """
 
+# pyright: reportUnknownMemberType=false
+
 import asyncio
+import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import chz
 
 from planish import ServiceClient
-from planish.errors import UserError
-from planish.runlog.checkpoint_info import require_base_model
+from planish.errors import UnknownModelError, UserError
+from planish.renderers.templates import chat_template_of
+from planish.runlog.checkpoint_info import (
+    find_checkpoint,
+    recorded_renderer_name,
+    require_base_model,
+)
+from planish.runlog.checkpoints import choose_renderer
 from planish.runlog.run_directory import checkpoint_of
 from planish.types import SupportedModel
+
+logger = logging.getLogger(__name__)
 
 
 @chz.chz
@@ -28,25 +40,95 @@ class KLReferenceConfig:
     )
 
 
+C = TypeVar("C", bound=KLReferenceConfig)
+
+
+def pin_checkpoint(scorer: C, option: str) -> C:
+    """Return the config with a run directory replaced by its newest checkpoint. The directory may
+    have a newer checkpoint when the policy's run is resumed, and the scoring model must not change.
+    Raises UserError, which names `option`, if there is no checkpoint.
+    """
+    if scorer.load_checkpoint_path is None:
+        return scorer
+    try:
+        path = checkpoint_of(scorer.load_checkpoint_path)
+    except UserError as error:
+        raise UserError(f"{option}: {error}") from error
+    return chz.replace(scorer, load_checkpoint_path=path)
+
+
 async def scoring_client(
-    scorer: KLReferenceConfig, service_client: ServiceClient, policy_model: str, option: str
+    scorer: KLReferenceConfig,
+    service_client: ServiceClient,
+    policy_model: str,
+    renderer_name: str | None,
+    option: str,
 ) -> Any:
-    """Return a sampling client of `scorer`, which scores tokens of `policy_model`.
+    """Return a sampling client of `scorer`, which scores tokens of `policy_model`. A warning
+    reports another chat format (`warn_of_other_format`).
 
     Raises UserError, which names `option`, if the scorer's checkpoint is not found or belongs to
     another base model, or if its vocabulary is not the policy's.
     """
+    scorer = pin_checkpoint(scorer, option)
     if scorer.load_checkpoint_path is None:
         client = await service_client.create_sampling_client_async(base_model=scorer.base_model)
     else:
-        try:
-            path = checkpoint_of(scorer.load_checkpoint_path)
-        except UserError as error:
-            raise UserError(f"{option}: {error}") from error
-        client = await service_client.create_sampling_client_async(model_path=path)
+        client = await service_client.create_sampling_client_async(
+            model_path=scorer.load_checkpoint_path
+        )
         require_base_model(client, scorer.base_model, scorer.load_checkpoint_path, option)
     await require_one_vocabulary(policy_model, scorer.base_model, service_client, option)
+    await asyncio.to_thread(
+        warn_of_other_format, scorer, service_client, policy_model, renderer_name, option
+    )
     return client
+
+
+def warn_of_other_format(
+    scorer: KLReferenceConfig,
+    service_client: ServiceClient,
+    policy_model: str,
+    renderer_name: str | None,
+    option: str,
+) -> None:
+    """Log a warning, which names `option`, if `scorer` has another chat format than the prompts. It
+    then scores texts that it was not trained on.
+
+    `renderer_name` is the format of the prompts; None = that of `policy_model`. A checkpoint has
+    the format that its run recorded. Nothing is reported of a model whose format is not known.
+    """
+    recorded_name = None
+    if scorer.load_checkpoint_path is not None:
+        path = checkpoint_of(scorer.load_checkpoint_path)
+        recorded_name = recorded_renderer_name(find_checkpoint(service_client, path))
+    if (scorer.base_model, recorded_name) == (policy_model, renderer_name):
+        return
+    try:
+        policy_format = _chat_format(service_client, policy_model, renderer_name)
+        scorer_format = _chat_format(service_client, scorer.base_model, recorded_name)
+    except UnknownModelError:
+        return
+    if policy_format == scorer_format:
+        return
+    (policy_name, _), (scorer_name, _) = policy_format, scorer_format
+    logger.warning(
+        "%s: the prompts have the chat format %s, and %s has %s: it scores texts in a format that "
+        "is not its own; give renderer_name, or another model",
+        option,
+        policy_name,
+        scorer.load_checkpoint_path or scorer.base_model,
+        "another chat template" if policy_name == scorer_name else scorer_name,
+    )
+
+
+def _chat_format(
+    service_client: ServiceClient, model_name: str, renderer_name: str | None
+) -> tuple[str, str | None]:
+    """Return the name of a renderer, and the chat template if the renderer applies it."""
+    tokenizer = service_client.create_sampling_client(base_model=model_name).get_tokenizer()
+    name = choose_renderer(renderer_name, model_name, tokenizer).name
+    return name, chat_template_of(tokenizer) if name == "template" else None
 
 
 async def require_one_vocabulary(

@@ -1,6 +1,6 @@
 """Start or resume an RL run. planish/training/rl_learner.py runs the training steps."""
 
-# pyright: reportUnnecessaryIsInstance=false
+# pyright: reportUnnecessaryIsInstance=false, reportUnknownMemberType=false
 
 import asyncio
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from pathlib import Path
 import chz
 
 from planish import ServiceClient
+from planish.datasets.row_digests import recorded_rows
 from planish.errors import UnsupportedError, UserError
 from planish.reports.rollout_files import RolloutFiles, split_label
 from planish.rl.environments.datasets import (
@@ -25,7 +26,7 @@ from planish.training.rl_config import Config, check
 from planish.training.rl_learner import RLLearner
 from planish.training.run_loop import RunLoop, open_client, run_training
 from planish.training.run_options import resumable_options, run_in_place_of_training
-from planish.training.scoring_models import scoring_client, shared_context_window
+from planish.training.scoring_models import pin_checkpoint, scoring_client, shared_context_window
 
 
 async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
@@ -56,7 +57,11 @@ async def train(
             "of the whole batch, but streaming trains before they are known; leave one of the two "
             "out"
         )
-    train_set, test_set = checked_datasets(await config.dataset_builder())
+    if config.kl_reference_config is not None:
+        reference = pin_checkpoint(config.kl_reference_config, "kl_reference_config")
+        config = chz.replace(config, kl_reference_config=reference)
+    with recorded_rows() as rows:
+        train_set, test_set = checked_datasets(await config.dataset_builder())
     epoch = rebatch(train_set, config.groups_per_batch)
     dataset = with_epochs(epoch, config)
     dataset.require_full_batch()
@@ -105,6 +110,7 @@ async def train(
         config=chz.asdict(config, shallow=True, include_type=True),
         may_change=options_that_may_change,
         num_steps=num_steps,
+        rows=rows,
         data_size=train_set.data_size(),
         make_learner=make_learner,
         remedy=f"; give more {length_option} to continue"
@@ -195,6 +201,7 @@ async def kl_penalty(config: Config, service_client: ServiceClient) -> KLPenalty
         config.kl_reference_config,
         service_client,
         config.model_name,
+        config.renderer_name,
         "kl_reference_config",
     )
     return KLPenalty(reference, config.kl_penalty_coef, config.kl_discount_factor)

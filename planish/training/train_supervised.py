@@ -7,6 +7,7 @@ from pathlib import Path
 import chz
 
 from planish import ServiceClient
+from planish.datasets.row_digests import recorded_rows
 from planish.errors import UserError
 from planish.runlog.checkpoints import RunStart
 from planish.supervised.objective import CrossEntropy, Objective
@@ -56,7 +57,8 @@ async def train(
 
     `console_metrics` maps the metrics on a step's console line to their format.
     """
-    train_set, test_set = await asyncio.to_thread(config.dataset_builder)
+    with recorded_rows() as rows:
+        train_set, test_set = await asyncio.to_thread(config.dataset_builder)
 
     async def make_learner(loop: RunLoop) -> SupervisedLearner:
         objective = await asyncio.to_thread(make_objective, loop.start)
@@ -71,6 +73,7 @@ async def train(
             config, "submit_ahead", "infrequent_eval_every", "infrequent_evaluator_builders"
         ),
         num_steps=num_planned_steps(train_set, config),
+        rows=rows,
         data_size=train_set.data_size(),
         make_learner=make_learner,
         console_metrics=console_metrics,

@@ -6,13 +6,9 @@ import shutil
 
 import pytest
 
-from planish.distillation.teachers import (
-    TeacherConfig,
-    pin_checkpoint,
-    teacher_client,
-)
+from planish.distillation.teachers import TeacherConfig
 from planish.errors import UserError
-from planish.training.scoring_models import vocabulary_difference
+from planish.training.scoring_models import pin_checkpoint, scoring_client, vocabulary_difference
 
 
 def test_the_first_difference_of_two_vocabularies_is_named():
@@ -37,7 +33,7 @@ def other_vocabulary(models, tmp_path):
 def taught_by(client, models, renderer_name, **teacher):
     """Return a sampling client of a teacher of models[0]."""
     config = TeacherConfig(**{"base_model": models[1], **teacher})
-    return asyncio.run(teacher_client(config, client, models[0], renderer_name, "teacher_config"))
+    return asyncio.run(scoring_client(config, client, models[0], renderer_name, "teacher_config"))
 
 
 def test_a_teacher_with_the_student_s_renderer_is_not_reported(client, models, caplog):
@@ -49,8 +45,8 @@ def test_a_teacher_with_the_student_s_renderer_is_not_reported(client, models, c
 def test_a_teacher_with_another_renderer_is_reported(client, models, caplog):
     taught_by(client, models, "role_colon")
     message = (
-        f"teacher_config: the prompts have the chat format role_colon, and the teacher {models[1]} "
-        "has qwen3_instruct: the teacher scores texts in a format that is not its own"
+        f"teacher_config: the prompts have the chat format role_colon, and {models[1]} has "
+        "qwen3_instruct: it scores texts in a format that is not its own"
     )
     assert message in caplog.text
 
@@ -63,12 +59,38 @@ def test_a_checkpoint_has_the_renderer_that_its_run_recorded(client, models, cap
     taught_by(client, models, "role_colon", load_checkpoint_path=path)
     assert caplog.text == ""
     taught_by(client, models, None, load_checkpoint_path=path)
-    assert f"the teacher {path} has role_colon" in caplog.text
+    assert f"and {path} has role_colon" in caplog.text
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}: {{ m['content'] }}<|im_end|>{% endfor %}"
+)
+
+
+def with_template(model, directory, template):
+    """Return a copy of a model with a chat template that no renderer has."""
+    shutil.copytree(model, directory)
+    (directory / "chat_template.jinja").write_text(
+        template + "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+    )
+    return str(directory)
+
+
+def test_two_chat_templates_without_a_renderer_of_their_own_are_compared(
+    client, models, tmp_path, caplog
+):
+    policy = with_template(models[0], tmp_path / "policy", TEMPLATE)
+    other = with_template(models[1], tmp_path / "other", TEMPLATE.replace(": ", " says "))
+    same = with_template(models[1], tmp_path / "same", TEMPLATE)
+    taught_by(client, [policy, same], "template")
+    assert caplog.text == ""
+    taught_by(client, [policy, other], "template")
+    assert f"the chat format template, and {other} has another chat template" in caplog.text
 
 
 def test_another_base_model_with_the_same_tokens_may_teach(client, models):
     found = asyncio.run(
-        teacher_client(
+        scoring_client(
             TeacherConfig(base_model=models[1]), client, models[0], None, "teacher_config"
         )
     )
@@ -78,7 +100,7 @@ def test_another_base_model_with_the_same_tokens_may_teach(client, models):
 def test_a_teacher_with_another_tokenizer_is_rejected(client, models, other_vocabulary):
     with pytest.raises(UserError, match=r"teacher_config: the vocabulary of .*'<(think|muse)>'"):
         asyncio.run(
-            teacher_client(
+            scoring_client(
                 TeacherConfig(base_model=other_vocabulary),
                 client,
                 models[0],
@@ -97,13 +119,13 @@ def test_a_checkpoint_of_another_base_model_is_rejected(client, models):
     )
     teacher = TeacherConfig(base_model=models[0], load_checkpoint_path=path)
     with pytest.raises(UserError, match="give the checkpoint's base model"):
-        asyncio.run(teacher_client(teacher, client, models[0], None, "teacher_config"))
+        asyncio.run(scoring_client(teacher, client, models[0], None, "teacher_config"))
 
 
 def test_a_path_of_neither_checkpoint_nor_run_is_rejected(client, models, tmp_path):
     teacher = TeacherConfig(base_model=models[0], load_checkpoint_path=str(tmp_path))
     with pytest.raises(UserError, match="teacher_config: .* is neither the path of a checkpoint"):
-        asyncio.run(teacher_client(teacher, client, models[0], None, "teacher_config"))
+        asyncio.run(scoring_client(teacher, client, models[0], None, "teacher_config"))
 
 
 def test_a_run_directory_is_its_newest_state(tmp_path):
@@ -113,7 +135,7 @@ def test_a_run_directory_is_its_newest_state(tmp_path):
     ]
     (tmp_path / "checkpoints.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     teacher = TeacherConfig(base_model="m", load_checkpoint_path=str(tmp_path))
-    assert pin_checkpoint(teacher) == TeacherConfig(
+    assert pin_checkpoint(teacher, "teacher") == TeacherConfig(
         base_model="m", load_checkpoint_path="tinker://a/weights/y"
     )
-    assert pin_checkpoint(TeacherConfig(base_model="m")) == TeacherConfig(base_model="m")
+    assert pin_checkpoint(TeacherConfig(base_model="m"), "teacher") == TeacherConfig(base_model="m")

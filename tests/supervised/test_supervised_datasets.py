@@ -217,3 +217,17 @@ def test_a_plain_text_is_learned_as_its_tokens(tmp_path, tokenizer, renderer_nam
         0
     ].get_batch(0)
     assert cut.model_input.length == 4
+
+
+@pytest.mark.parametrize(
+    "train_on_what", [TrainOnWhat.ALL_ASSISTANT_MESSAGES, TrainOnWhat.ALL_MESSAGES]
+)
+def test_conversations_that_end_without_an_answer_are_counted(tmp_path, caplog, train_on_what):
+    rows = [say(number) for number in range(5)]
+    for number in (1, 3):
+        rows[number]["messages"].append({"role": "user", "content": "And then?"})
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    FromRowsBuilder(common_config=config(train_on_what=train_on_what), dataset=str(path))()
+    message = f"2 of 5 conversations of {path} end without an answer, the first in {path}, line 2"
+    assert (message in caplog.text) == (train_on_what is TrainOnWhat.ALL_ASSISTANT_MESSAGES)

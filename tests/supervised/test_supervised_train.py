@@ -99,6 +99,7 @@ def test_a_run_writes_all_its_files(service, chats, tmp_path):
         "checkpoints.jsonl",
         "code.diff",
         "command.json",
+        "rows.json",
         "timing_spans.jsonl",
         "trace_events.jsonl",
     }
@@ -511,9 +512,7 @@ def test_a_dataset_of_another_size_is_rejected_on_resume(service, chats, tmp_pat
     growing.write_text(chats.read_text())
     train(service, growing, tmp_path / "run", lr_schedule="constant", max_steps=2)
     growing.write_text(growing.read_text() + chats.read_text().splitlines()[0] + "\n")
-    with pytest.raises(
-        UserError, match=r"dataset of size 13, but this dataset has size 14.*load_checkpoint_path"
-    ):
+    with pytest.raises(UserError, match=r"13 rows then, 14 rows now.*load_checkpoint_path"):
         train(service, growing, tmp_path / "run", lr_schedule="constant", max_steps=4)
     assert len(rows_of(tmp_path / "run")) == 2
 

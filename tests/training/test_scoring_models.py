@@ -46,21 +46,24 @@ def reward(answer, row):
     return float(len(answer))
 
 
-def train(client, path, policy, reference, questions):
+def train(client, path, policy, reference, questions, **options):
     rows = path / "rows.jsonl"
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     rows.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in questions))
     config = Config(
         dataset_builder=RewardDatasetBuilder(
             dataset=str(rows), reward=reward, model_name=policy, batch_size=1, group_size=3
         ),
-        model_name=policy,
-        learning_rate=1e-3,
-        lora_rank=2,
-        max_tokens=200,
-        kl_penalty_coef=0.1,
-        kl_reference_config=KLReferenceConfig(base_model=reference),
-        log_path=str(path / "run"),
+        **{
+            "model_name": policy,
+            "learning_rate": 1e-3,
+            "lora_rank": 2,
+            "max_tokens": 200,
+            "kl_penalty_coef": 0.1,
+            "kl_reference_config": KLReferenceConfig(base_model=reference),
+            "log_path": str(path / "run"),
+            **options,
+        },
     )
     return asyncio.run(main(config, client))
 
@@ -107,3 +110,51 @@ def test_without_a_shorter_scorer_the_window_is_the_policy_s(client, policy, pad
     found = asyncio.run(shared_context_window(client, policy, {"a": policy, "b": padded}))
     assert found == (2048, policy)
     assert capsys.readouterr().out == ""
+
+
+FORMAT = (
+    "kl_reference_config: the prompts have the chat format role_colon, and {} has qwen3_instruct"
+)
+
+
+def test_a_reference_with_another_chat_format_is_reported_before_the_first_step(
+    client, policy, padded, tmp_path, caplog
+):
+    def stopped(*_):
+        assert FORMAT.format(padded) in caplog.text
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        train(
+            client,
+            tmp_path / "a",
+            policy,
+            padded,
+            ["Hi"],
+            renderer_name="role_colon",
+            evaluator_builders=[lambda: stopped],
+        )
+
+
+def test_a_reference_with_the_chat_format_of_the_prompts_is_not_reported(
+    client, policy, padded, tmp_path, caplog
+):
+    train(client, tmp_path / "a", policy, padded, ["Hi"], max_tokens=4)
+    assert "chat format" not in caplog.text
+
+
+def test_a_reference_is_the_checkpoint_with_which_the_run_began(client, policy, tmp_path):
+    path = tmp_path / "a"
+    reference = train(client, path, policy, policy, ["Hi"], max_tokens=4)
+    options = {
+        "kl_reference_config": KLReferenceConfig(
+            base_model=policy, load_checkpoint_path=str(reference)
+        ),
+        "log_path": str(path / "second"),
+        "max_tokens": 4,
+        "num_epochs": 1,
+    }
+    train(client, path, policy, policy, ["Hi"], **options)
+    train(client, path, policy, policy, ["Hi"], max_tokens=4, num_epochs=2)
+    with pytest.raises(UserError, match="kl_reference_config.load_checkpoint_path was 'tinker:"):
+        train(client, path, policy, policy, ["Hi"], **{**options, "num_epochs": 2})

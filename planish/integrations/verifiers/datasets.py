@@ -7,6 +7,8 @@ from typing import Any
 
 import chz
 
+from planish.datasets.arrow_rows import ArrowRows
+from planish.datasets.row_digests import record_rows
 from planish.datasets.rows import hold_out
 from planish.errors import UserError
 from planish.integrations.verifiers.environments import VerifiersGroup
@@ -54,7 +56,9 @@ class VerifiersDatasetBuilder(RLDatasetBuilder):
                 f"env_id={self.env_id}: the environment has only evaluation data; give an "
                 "environment with training data"
             )
+        record_rows(f"{self.env_id}, training data", ArrowRows(train))
         if self.eval_problems != 0 and test is not None:
+            record_rows(f"{self.env_id}, eval data", ArrowRows(test))
             return train, test.select(range(len(test))[: self.eval_problems])
         if not self.eval_problems:
             return train, []

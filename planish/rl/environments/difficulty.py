@@ -17,6 +17,7 @@ from typing import Any
 
 import chz
 
+from planish.datasets.row_digests import record_rows
 from planish.errors import DamagedFileError, UserError
 from planish.files import read_rows
 from planish.rl.rollout.metrics import verdict
@@ -92,6 +93,7 @@ def select_by_difficulty(
             f"{summary}; give a wider range, or the results of a run with the same prompts"
         )
     logger.warning("%s", summary)
+    record_rows(f"the problems that difficulty_from={options.difficulty_from} selects", selected)
     return selected
 
 
