@@ -6,6 +6,7 @@ key that is not known here stays in its message, so that the renderer rejects it
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,10 @@ IMAGE_PART_KEYS: Mapping[str, Sequence[str]] = {
 }
 """The types of parts with images in rows, with their keys beside "type"."""
 MESSAGE_LIST = "a list of messages with at least one in it"
+WRITTEN_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](?:role|content|from|value)["']\s*:""")
+"""Matches the beginning of messages that were written as text: by JSON, or by Python's `str`, as the
+CSV writers of pandas and `datasets` do.
+"""
 
 
 class Conversation(list[Message]):
@@ -71,6 +76,11 @@ def read_message_list(value: Any, where: str) -> list[Message]:
 def read_text_or_messages(value: Any, role: str, where: str) -> list[Message]:
     """Return a text as one message of `role`, one message as a list, and a list as it is."""
     if isinstance(value, str):
+        if WRITTEN_MESSAGES.match(value):
+            raise UserError(
+                f"{where} is a text that looks like messages: {value!r:.80}; give a list of messages "
+                "(in a .csv file, as JSON), or one message with this text as its content"
+            )
         return [{"role": role, "content": value}]
     values = [value] if isinstance(value, Mapping) else value
     return _read_list(values, where, f"a text, or {MESSAGE_LIST}")

@@ -2,7 +2,8 @@
 
 Text files may begin with a byte order mark, and may be compressed (.gz, .zst). Every row knows the
 file and the line (or the number of the row) that it comes from. Nothing is guessed: cells of a CSV
-file stay texts, and an object that has a key twice is an error.
+file stay texts, except for JSON objects in columns of messages and tools. An object that has a key
+twice is an error.
 """
 
 import csv
@@ -11,10 +12,11 @@ import io
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from planish.datasets.arrow_rows import read_parquet
+from planish.datasets.arrow_rows import MESSAGE_COLUMNS, read_parquet
 from planish.errors import UserError
 
 TEXT_SUFFIXES = (".jsonl", ".json", ".csv")
@@ -25,6 +27,10 @@ FILE_SUFFIXES = (
     ".parquet",
 )
 """The endings of the files that are read."""
+
+
+_MESSAGE_KEYS = frozenset({"role", "from", "messages", "prompt_conversation"})
+"""Each message has "role" or "from"; the others are keys of objects that contain messages."""
 
 
 class Row(dict[str, Any]):
@@ -121,6 +127,21 @@ def _row(value: Any, where: str, path: Path) -> Row:
     return Row(value, where, path.parent)
 
 
+def _cell(column: str, text: str) -> Any:
+    """Return the value of a cell: None if it is empty, the messages of a column that holds messages
+    as JSON, and otherwise its text.
+    """
+    if column in MESSAGE_COLUMNS and text[:1] in ("[", "{"):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(text, object_pairs_hook=_unique_keys)
+            objects = value if isinstance(value, list) else [value]
+            if all(
+                isinstance(each, dict) and not _MESSAGE_KEYS.isdisjoint(each) for each in objects
+            ):
+                return value
+    return text or None
+
+
 def _csv_rows(text: str, path: Path) -> Iterator[Row]:
     """Yield the rows of a CSV file with a header. An empty cell is null."""
     csv.field_size_limit(sys.maxsize)  # the default, 128 KiB, is less than many conversations
@@ -136,7 +157,7 @@ def _csv_rows(text: str, path: Path) -> Iterator[Row]:
                     f"{where} has {len(cells)} cells, and the header has {len(header)}; quote "
                     "cells that contain a comma or a line break"
                 )
-            columns = zip(header, (cell or None for cell in cells), strict=True)
-            yield Row(dict(columns), where, path.parent)
+            values = {name: _cell(name, cell) for name, cell in zip(header, cells, strict=True)}
+            yield Row(values, where, path.parent)
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num} is not CSV ({error})") from error

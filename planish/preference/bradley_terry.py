@@ -57,8 +57,8 @@ def comparison_to_score_data(
 ) -> Batch:
     """Return the datums of the chosen and the rejected answer, in this order.
 
-    If one of them has more than `max_length` tokens, the batch is empty with left_out = 1. The
-    comparison must not be a tie.
+    If one of them has more than `max_length` tokens, or if the two are equal, the batch is empty
+    with left_out = 1. The comparison must not be a tie.
     """
     assert labeled.ranked is not None
     prompt = labeled.comparison.prompt_conversation
@@ -67,6 +67,9 @@ def comparison_to_score_data(
         for answer in labeled.ranked
     ]
     if max_length is not None and any(datum.model_input.length > max_length for datum in data):
+        return Batch(num_left_out=1)
+    # Formats that leave out the reasoning of earlier answers can make two answers equal.
+    if data[0].model_input == data[1].model_input:
         return Batch(num_left_out=1)
     return Batch(data)
 

@@ -6,13 +6,14 @@ as the label Tie, and Bradley-Terry leaves them out. Evaluation sets hold no tie
 answers are left out and counted.
 """
 
+import logging
 import random
 from collections.abc import Sequence
 
 import chz
 
 from planish.errors import UserError
-from planish.preference.bradley_terry import QUESTION
+from planish.preference.bradley_terry import QUESTION, score_conversation
 from planish.preference.datasets import (
     ComparisonBuilder,
     distinct_pairs,
@@ -23,8 +24,11 @@ from planish.preference.datasets import (
 from planish.preference.forms import Form, Kind, form_of
 from planish.preference.splits import PreferenceSplits, split_by_prompt
 from planish.preference.types import LabeledComparison
+from planish.renderers import Renderer
 from planish.supervised.datasets import RowDataset
 from planish.supervised.types import Batch, ChatDatasetBuilder
+
+_log = logging.getLogger(__name__)
 
 
 class ComparisonDataset(RowDataset):
@@ -75,8 +79,10 @@ class PreferenceDatasetBuilder(ChatDatasetBuilder):
         form = self.form
         check_form(train, form, "train")
         check_form(test, form, "test")
-        warn_of_spelled_tokens(train, self.renderer, "train")
-        warn_of_spelled_tokens(test, self.renderer, "test")
+        for comparisons, split in ((train, "train"), (test, "test")):
+            warn_of_spelled_tokens(comparisons, self.renderer, split)
+            if self.kind == "bradley_terry":
+                warn_of_lost_reasoning(comparisons, self.renderer, split)
         train_comparisons = (
             distinct_pairs(train, "train")
             if self.kind == "bradley_terry"
@@ -87,6 +93,37 @@ class PreferenceDatasetBuilder(ChatDatasetBuilder):
             distinct_pairs(test, "test"),
             self.calibration_size,
             self.shuffle_seed,
+        )
+
+
+def warn_of_lost_reasoning(
+    comparisons: Sequence[LabeledComparison], renderer: Renderer, split: str
+) -> None:
+    """Log how many comparisons have an answer with reasoning, if the format leaves it out. A
+    Bradley-Terry model reads an answer as an earlier turn, and such formats strip reasoning there.
+    """
+    reasoned = [
+        labeled
+        for labeled in comparisons
+        for answer in (labeled.comparison.completion_A, labeled.comparison.completion_B)
+        if any(message.get("reasoning_content") for message in answer)
+    ]
+    word = "Sevenfold"
+    probe = score_conversation(
+        [{"role": "user", "content": "?"}],
+        [{"role": "assistant", "content": "!", "reasoning_content": word}],
+        QUESTION,
+    )
+    if reasoned and word not in renderer.tokenizer.decode(
+        renderer.build_generation_prompt(probe).to_ints()
+    ):
+        _log.warning(
+            "%d %s answers have reasoning, the first in %s; the chat format %s leaves it out of "
+            "earlier turns, so a bradley_terry model does not read it. kind=chat reads it",
+            len(reasoned),
+            split,
+            reasoned[0].location or "the first such comparison",
+            renderer.name,
         )
 
 

@@ -6,11 +6,12 @@ import json
 from typing import Any
 
 import datasets as hub
+import pandas
 import pytest
 import zstandard
 from datasets import Features, Json, List, Value
 
-from planish.datasets.layouts import conversation_of, prompt_of
+from planish.datasets.layouts import comparison_of, conversation_of, prompt_of
 from planish.datasets.rows import has_split, load_rows, open_rows
 from planish.errors import UserError
 from planish.supervised.datasets import row_splits
@@ -81,6 +82,45 @@ def test_cells_stay_texts_and_empty_cells_are_null(tmp_path):
         {"question": "007", "answer": "1.0", "messages": None},
         {"question": "x", "answer": "y" * 200_000, "messages": None},
     ]
+
+
+ASKED = [{"role": "user", "content": "Say, 1."}]
+PAIR = {
+    "prompt": ASKED,
+    "chosen": [{"role": "assistant", "content": "1"}],
+    "rejected": [{"role": "assistant", "content": "2"}],
+}
+
+
+def test_cells_with_messages_as_json_are_messages(tmp_path):
+    path = tmp_path / "pairs.csv"
+    as_csv([{name: json.dumps(value) for name, value in PAIR.items()}], path)
+    [row] = load_rows(str(path), "train")
+    assert row == PAIR
+    path.write_text('prompt,completion\n"{""a"": 1}","[1, 2]"\n')
+    assert load_rows(str(path), "train") == [{"prompt": '{"a": 1}', "completion": "[1, 2]"}]
+
+
+@pytest.mark.parametrize("column", PAIR)
+@pytest.mark.parametrize("write", [json.dumps, str], ids=["json", "python"])
+def test_a_text_that_looks_like_messages_is_refused(tmp_path, column, write):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({**PAIR, column: write(PAIR[column])}))
+    [row] = load_rows(str(path), "train")
+    with pytest.raises(UserError, match=f'line 1, "{column}" is a text that looks like messages'):
+        comparison_of(row, row.location)
+
+
+@pytest.mark.parametrize("library", ["pandas", "datasets"])
+def test_messages_that_pandas_or_datasets_write_as_csv_are_refused(tmp_path, library):
+    path = tmp_path / "pairs.csv"
+    if library == "pandas":
+        pandas.DataFrame([PAIR]).to_csv(path, index=False)
+    else:
+        hub.Dataset.from_list([PAIR]).to_csv(path)
+    [row] = load_rows(str(path), "train")
+    with pytest.raises(UserError, match="looks like messages.*give a list of messages"):
+        comparison_of(row, row.location)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ and the runs resumed.
 
 import asyncio
 import json
+import re
 
 import pytest
 from metric_tables import definition_of
@@ -22,6 +23,8 @@ from planish.preference.model_files import PreferenceModelBuilderFromRun, Prefer
 from planish.preference.model_training import Config, main
 from planish.preference.splits import prompt_of
 from planish.preference.types import read_comparison
+from planish.renderers import get_renderer
+from planish.runlog import model_renderer
 from planish.runlog.model_renderer import learn_renderer
 from planish.runlog.run_directory import PREFERENCE_MODEL
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
@@ -260,3 +263,34 @@ def test_an_unrenderable_comparison_is_rejected_with_its_number(client, models, 
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError, match="line 2: .*king"):
         builder(models[0], path, "chat", test_size=0)()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reasoning_that_a_preference_model_does_not_read_is_reported(
+    monkeypatch, renderer, tmp_path, caplog, kind
+):
+    """The format qwen3 leaves the reasoning of earlier answers out, and a Bradley-Terry model reads
+    an answer as an earlier one.
+    """
+    thinking = get_renderer("qwen3", renderer.tokenizer)
+    monkeypatch.setattr(model_renderer, "_RENDERERS", {("tiny", None): thinking})
+    answers = [
+        {"role": "assistant", "content": "4", "reasoning_content": thought}
+        for thought in ("Two and two.", "A guess.")
+    ]
+    path = tmp_path / "pairs.jsonl"
+    row = {"prompt": "2 + 2?", "chosen": [answers[0]], "rejected": [answers[1]]}
+    path.write_text(json.dumps(row) + "\n")
+    train_set, _ = PreferenceDatasetBuilder(
+        common_config=ChatDatasetBuilderCommonConfig(model_name_for_tokenizer="tiny", batch_size=1),
+        comparison_builder=ComparisonBuilderFromRows(dataset=str(path)),
+        kind=kind,
+    )()
+    message = "2 train answers have reasoning, the first in .*pairs.jsonl, line 1; the chat format"
+    batch = train_set.get_batch(0)
+    if kind == "chat":
+        assert "have reasoning" not in caplog.text
+        assert "A guess." in thinking.tokenizer.decode(batch[0].model_input.to_ints())
+    else:
+        assert re.search(message, caplog.text)
+        assert (len(batch), batch.num_left_out) == (0, 1), "the answers that it reads are equal"
