@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -151,41 +150,9 @@ def counts(results: Mapping[str, Mapping[str, Outcome]]) -> str:
     return "\n".join(lines)
 
 
-def refusals(results: Mapping[str, Mapping[str, Outcome]]) -> str:
-    """Markdown: each sentence that was read, and where."""
-    notes = {
-        name: o.note
-        for found in reversed(list(results.values()))
-        for name, o in found.items()
-        if o.status == REFUSED
-    }
-    where: defaultdict[str, list[str]] = defaultdict(list)
-    for probe in ordered():
-        if probe.name in notes:
-            where[_plain(notes[probe.name])].append(
-                f"`{probe.method}`{' ' + probe.what if probe.what else ''}"
-            )
-    return "\n".join(
-        f"* *{sentence}* ({', '.join(name for name in names if not name.endswith('_async`'))})"
-        for sentence, names in where.items()
-    )
-
-
 def ordered() -> list[Probe]:
     """By client, as a script meets them."""
     return sorted(PROBES.values(), key=lambda probe: CLIENTS.index(probe.method.partition(".")[0]))
-
-
-_SENTENCES = (
-    re.compile(r"""'detail': (['"])(?P<said>.*?)\1(?:, 'error_class'|\})""", re.DOTALL),
-    re.compile(r"Request failed: (?P<said>.*?) for self\.request_id", re.DOTALL),
-)
-
-
-def _plain(note: str) -> str:
-    """The server's sentence, out of what the SDK puts around it."""
-    found = next((found for pattern in _SENTENCES if (found := pattern.search(note))), None)
-    return (note if found is None else found["said"]).replace("|", "/").replace("\n", " ")
 
 
 def write_page(page: Path, results: Mapping[str, Mapping[str, Outcome]]) -> None:
@@ -194,7 +161,6 @@ def write_page(page: Path, results: Mapping[str, Mapping[str, Outcome]]) -> None
     for name, made in (
         ("counts", counts(results)),
         ("matrix", table(results)),
-        ("refusals", refusals(results)),
     ):
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         if begin not in text or end not in text:
