@@ -2,6 +2,7 @@
 
     python tools/family_table.py --write            all causal language models of transformers
     python tools/family_table.py glm4 granite       print the rows of some of them
+    python tools/family_table.py --write glm4       replace the rows of some of them
 
 Each row is the result of a tiny random model. The model's logprobs are compared with those of
 transformers, and the logprobs of planish's sampler with those of its trainer.
@@ -10,6 +11,7 @@ transformers, and the logprobs of planish's sampler with those of its trainer.
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import tempfile
 import textwrap
@@ -235,6 +237,35 @@ def page(found: Sequence[Row]) -> str:
     return "\n".join(parts) + "\n"
 
 
+def written_rows(text: str) -> Iterator[Row]:
+    """Yield the rows of a page that `page` made."""
+    hows = {
+        "By the code of transformers": _BY_TRANSFORMERS,
+        "By planish's own decoder": _NATIVE,
+        "Refused": _REFUSED,
+        "Without a tiny model": _NO_TINY_MODEL,
+    }
+    for section in text.split("\n## ")[1:]:
+        heading, _, body = section.partition("\n")
+        how = hows[heading]
+        if how == _NATIVE:
+            yield from (Row(name, "", how) for name in re.findall(r"`(\w+)`", body))
+            continue
+        for line in body.splitlines():
+            name, *cells = re.split(r"(?<!\\) \| ", line.removeprefix("| ").removesuffix(" |"))
+            if not name.startswith("`"):
+                continue
+            elif how == _BY_TRANSFORMERS:
+                difference, *gaps = map(float, cells[1:])
+                yield Row(name.strip("`"), cells[0], how, "", difference, tuple(gaps))
+            else:
+                yield Row(name.strip("`"), "", how, _unescaped(cells[0]))
+
+
+def _unescaped(text: str) -> str:
+    return text.replace("&lt;", "<").replace("\\|", "|")
+
+
 def _escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
@@ -260,7 +291,11 @@ def main() -> None:
             flush=True,
         )
     if arguments.write:
-        start = PAGE.read_text().partition(MARK)[0]
+        start, _, written = PAGE.read_text().partition(MARK)
+        if arguments.model_types:
+            changed = {row.model_type: row for row in written_rows(written)}
+            changed |= {row.model_type: row for row in found}
+            found = [changed[name] for name in model_types() if name in changed]
         PAGE.write_text(start + MARK + "\n" + page(found))
 
 

@@ -22,7 +22,7 @@ from planish.datasets.messages import (
     with_tools,
 )
 from planish.datasets.raw_transcripts import is_transcript, read_transcript
-from planish.datasets.row_images import IMAGE_COLUMNS, has_images, with_images
+from planish.datasets.row_images import IMAGE_COLUMNS, has_images, image_place, with_images
 from planish.errors import UserError
 
 Columns = Mapping[str, Any]
@@ -50,7 +50,9 @@ REFUSED_COLUMNS = {
 """Columns that change a prompt or a loss and are not supported, with the remedy."""
 TEXT_REFUSALS = {
     **REFUSED_COLUMNS,
-    **dict.fromkeys(IMAGE_COLUMNS, f"rows of this kind have text only; {TEXT_ONLY}"),
+    **dict.fromkeys(
+        (*IMAGE_COLUMNS, "rejected_images"), f"rows of this kind have text only; {TEXT_ONLY}"
+    ),
 }
 """REFUSED_COLUMNS, and the columns of images, for rows whose images nothing would read."""
 PROBLEM_REFUSALS = {
@@ -115,9 +117,11 @@ def comparison_of(row: Columns, where: str) -> Pair:
     check_refused(row, TEXT_REFUSALS, where)
     pair = COMPARISONS[layout](row, where)
     if has_images([*pair.prompt, *pair.first, *pair.second]):
+        places = (image_place(row[name], f'"{name}"') for name in layout.columns)
+        # A column of JSON text has no places.
+        place = next(filter(None, places), "a message")
         raise UserError(
-            f"{where}: there is an image in the messages, and comparisons have text only; remove "
-            "the row"
+            f"{where}: {place} is an image, and comparisons have text only; remove the row"
         )
     for message in (*pair.first, *pair.second):
         if "trainable" in message or "weight" in message:

@@ -13,7 +13,7 @@ ordinary text.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,23 @@ RowImage = ImageChunk | Path
 def has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether a content of the messages has an image."""
     return any(_is_image(part) for message in messages for part in list_of(message, "content"))
+
+
+def image_place(value: Any, place: str) -> str | None:
+    """Return the place of the first image in messages, such as '"chosen"[1]["content"][0]'; None if
+    there is none.
+
+    `value`: messages, or objects and lists that contain them. `place`: its name.
+    """
+    if _is_image(value):
+        return place
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        items = ((f'"{key}"', each) for key, each in value.items())
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    found = (image_place(each, f"{place}[{key}]") for key, each in items)
+    return next(filter(None, found), None)
 
 
 def with_images(messages: list[Message], row: Mapping[str, Any], where: str) -> list[Message]:

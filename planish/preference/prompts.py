@@ -11,7 +11,7 @@ import chz
 from planish.datasets.layouts import PROMPTS, prompt_of
 from planish.datasets.messages import location_of
 from planish.datasets.row_files import Row
-from planish.datasets.row_images import has_images
+from planish.datasets.row_images import has_images, image_place
 from planish.datasets.split_names import SplitNames
 from planish.errors import UserError
 from planish.preference.datasets import ComparisonBuilder
@@ -98,8 +98,9 @@ def _text_prompt_of(row: Row, where: str) -> Messages:
     """
     prompt = prompt_of(row, where)
     if has_images(prompt):
+        place = image_place(prompt, '"prompt"')
         raise UserError(
-            f"{where}: the prompt has an image, and these prompts have text only; remove the row"
+            f"{where}: {place} is an image, and these prompts have text only; remove the row"
         )
     return prompt
 

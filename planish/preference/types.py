@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from planish.datasets.layouts import Label, comparison_of
+from planish.datasets.row_images import has_images, image_place
+from planish.errors import UserError
 
 Messages = Sequence[Mapping[str, Any]]
 EMPTY_ANSWER: Messages = ({"role": "assistant", "content": ""},)
@@ -20,6 +22,15 @@ class Comparison:
     prompt_conversation: Messages
     completion_A: Messages
     completion_B: Messages
+
+    def __post_init__(self) -> None:
+        """Raise UserError if a message has an image: nothing that reads comparisons shows images."""
+        for name, messages in vars(self).items():
+            if has_images(messages):
+                raise UserError(
+                    f"{image_place(messages, name)} is an image, and comparisons have text only; "
+                    "leave the comparison out"
+                )
 
     def swap(self) -> Self:
         """Return the comparison with A and B exchanged."""

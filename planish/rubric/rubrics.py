@@ -22,6 +22,7 @@ from planish.datasets.layouts import (
     with_common_columns,
 )
 from planish.datasets.messages import read_message_list
+from planish.datasets.row_images import has_images, image_place
 from planish.errors import UserError
 from planish.renderers import Message
 from planish.rl.field_checks import is_finite
@@ -129,6 +130,15 @@ class RubricRow:
     criteria: tuple[Criterion, ...]
     location: str = field(default="", compare=False, repr=False)
     """The place of its row, such as file and line, for messages; "" if it is not from a row."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError if a message has an image, which the judge would not see."""
+        if has_images(self.messages):
+            place = image_place(self.messages, "messages")
+            raise UserError(
+                f"{self.location or 'RubricRow'}: {place} is an image, and the judge reads only text; "
+                "leave the row out"
+            )
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,17 @@ import pytest
 from PIL import Image
 
 from planish.datasets.image_parts import image_chunk
-from planish.datasets.layouts import comparison_of, conversation_of, prompt_of
+from planish.datasets.layouts import conversation_of, prompt_of
 from planish.datasets.rows import load_rows
 from planish.distillation.prompts import load_prompts
 from planish.errors import UserError
 from planish.images import MAX_IMAGE_BYTES, MAX_IMAGES, ImageChunk
 from planish.preference.prompts import PromptsFromRows
+from planish.preference.types import Comparison, read_comparison
 from planish.recipes import sl_loop
 from planish.renderers import get_renderer
 from planish.rl.environments.reward_env import RewardDatasetBuilder
+from planish.rubric.rubrics import Criterion, RubricRow, read_rubric_row
 from planish.supervised.datasets import FromRowsBuilder
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 from planish.testing import tiny_model
@@ -353,12 +356,70 @@ def test_a_conversation_has_a_limited_number_of_images(folder, vision_model):
             supervised(path, vision_model)
 
 
-def test_comparisons_and_rubrics_have_text_only(folder):
-    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    with pytest.raises(UserError, match='row 1: the column "images" has .*text only'):
-        comparison_of({**pair, "images": ["x"]}, "row 1")
-    with pytest.raises(UserError, match="row 1: there is an image in the messages"):
-        comparison_of({**pair, "prompt": [user([part(image="x")])]}, "row 1")
+def test_prompts_whose_answers_are_compared_have_text_only(folder):
     path = written(folder, {"prompt": "<image>", "images": [RED]})
-    with pytest.raises(UserError, match="line 1: .*image"):
+    with pytest.raises(UserError, match=r'line 1: "prompt"\[0\]\["content"\]\[0\] is an image'):
         PromptsFromRows(dataset=path, test_size=0)()
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+SHOWN = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, IMAGE]}]
+DRAWN = [{"role": "assistant", "content": [IMAGE]}]
+QUESTION = [{"role": "user", "content": "What is this?"}]
+LAMP = [{"role": "assistant", "content": "A lamp."}]
+
+
+@pytest.mark.parametrize(
+    ("row", "place"),
+    [
+        ({"prompt": SHOWN, "chosen": LAMP, "rejected": "A cat."}, '"prompt"[0]["content"][1]'),
+        ({"prompt": QUESTION, "chosen": DRAWN, "rejected": LAMP}, '"chosen"[0]["content"][0]'),
+        ({"chosen": SHOWN + LAMP, "rejected": SHOWN + DRAWN}, '"chosen"[0]["content"][1]'),
+        (
+            {"conversations": json.dumps(SHOWN), "chosen": "A lamp.", "rejected": "A cat."},
+            "a message is an image",
+        ),
+        (
+            {
+                "comparison": {
+                    "prompt_conversation": QUESTION,
+                    "completion_A": LAMP,
+                    "completion_B": DRAWN,
+                },
+                "label": "A",
+            },
+            '"comparison"["completion_B"][0]["content"][0]',
+        ),
+        (
+            {"input": {"messages": SHOWN}, "preferred_output": LAMP, "non_preferred_output": LAMP},
+            '"input"["messages"][0]["content"][1]',
+        ),
+        *(
+            ({"prompt": "Hi", "chosen": "A", "rejected": "B", name: ["x.png"]}, f'column "{name}"')
+            for name in ("images", "image", "rejected_images")
+        ),
+    ],
+)
+def test_an_image_in_a_comparison_is_an_error_that_names_row_and_key(row, place):
+    with pytest.raises(UserError, match=re.escape(place)) as error:
+        read_comparison(row, "pairs.jsonl:3")
+    assert str(error.value).startswith("pairs.jsonl:3")
+    assert "text only" in str(error.value)
+
+
+def test_an_image_in_a_rubric_is_an_error_that_names_row_and_key():
+    items = [{"rubric_str": "Is it right?"}]
+    for row, place in (
+        ({"messages": SHOWN, "rubric_items": items}, '"messages": the content of message 1'),
+        ({"convo": QUESTION, "rubric_items": items, "images": ["x.png"]}, 'column "images"'),
+    ):
+        with pytest.raises(UserError, match=f"^rows.jsonl:2.*{place}"):
+            read_rubric_row(row, "rows.jsonl:2")
+
+
+def test_images_in_comparisons_and_rubrics_of_own_code_are_errors():
+    """The judge's prompt would have the texts of the messages only."""
+    with pytest.raises(UserError, match=r"^prompt_conversation\[0\].*\[1\] is an image"):
+        Comparison(SHOWN, LAMP, LAMP)
+    with pytest.raises(UserError, match=r"^row 7: messages\[0\].*\[1\] is an image"):
+        RubricRow(tuple(SHOWN), (Criterion("Is it right?"),), "row 7")

@@ -54,6 +54,8 @@ _NO_ADAPTER_PREFIXES = ("altup.", "laurel.", "per_layer_", "self_attn.compressor
 """The names of linears beside attention and MLP begin with these (Gemma 3n, Gemma 4)."""
 _RECURRENT_WORDS = ("delta", "linear", "mamba", "recurrent", "ssm")
 """Parts of the names of layer types with a recurrent state."""
+_MIXER_WORDS = ("Mixer", "MambaLayer", "Delta", "Lightning", "Rglru")
+"""Parts of the names of modules with a recurrent state."""
 _LAYER_COUNT_FIELDS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _CONTEXT_FIELDS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
 
@@ -189,13 +191,13 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
         )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError("it has an encoder, and planish runs decoders only")
-    _check_layer_types(text_config)
-    max_context = _max_context(text_config)
     with quiet():
         model = meta_model(config)
         layers_name = _layers_name(model, text_config.num_hidden_layers, vision is not None)
+        _check_layer_types(text_config, model.get_submodule(layers_name))
         convolutions = _short_convolutions(model.get_submodule(layers_name))
         _check_mixing(model, layers_name, convolutions)
+        max_context = _max_context(text_config)
         head_name = _head_name(model)
         head_shape = tuple(model.get_submodule(head_name).weight.shape)
         layer_linears = [
@@ -261,21 +263,27 @@ def meta_model(config: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def _check_layer_types(config: Any) -> None:
+def _check_layer_types(config: Any, layers: Any) -> None:
     """Raise UnsupportedError if the config names layers with a recurrent state."""
     layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    others = sorted(
-        {
-            str(kind)
-            for kind in layer_types or ()
-            if any(word in str(kind) for word in _RECURRENT_WORDS)
-        }
-    )
+    others = {
+        str(kind): layer
+        for kind, layer in zip(layer_types or (), layers.children(), strict=False)
+        if any(word in str(kind) for word in _RECURRENT_WORDS)
+    }
     if others:
+        names = [f"{kind} ({_mixer_class(layer)})" for kind, layer in sorted(others.items())]
         raise UnsupportedError(
-            f"it has layers of the types {', '.join(others)}, and planish runs layers with a "
+            f"it has layers of the types {', '.join(names)}, and planish runs layers with a "
             "recurrent state only in Qwen3.5 and LFM2"
         )
+
+
+def _mixer_class(layer: Any) -> str:
+    """Return the class of the module that has the recurrent state of a layer."""
+    names = [type(module).__name__ for module in layer.modules()]
+    found = (name for name in names if any(word in name for word in _MIXER_WORDS))
+    return next(found, names[0])
 
 
 def _short_convolutions(layers: Any) -> dict[str, Any]:
