@@ -240,7 +240,20 @@ def _completion(row: Columns, where: str) -> list[Message]:
             "good one: give true, or remove the column"
         )
     answer = read_text_or_messages(row["completion"], "assistant", f'{where}, "completion"')
-    return [*_question(_prompt(row, where)), *answer]
+    prompt = _prompt(row, where)
+    _reject_begun_answer(prompt, answer, where)
+    return [*_question(prompt), *answer]
+
+
+def _reject_begun_answer(prompt: list[Message], answer: list[Message], where: str) -> None:
+    """Raise UserError if both the prompt's last message and the answer's first one are the
+    assistant's: TRL continues such a message, and a chat format would end it.
+    """
+    if [prompt[-1].get("role"), answer[0].get("role")] == ["assistant", "assistant"]:
+        raise UserError(
+            f"{where}: the prompt ends in the beginning of an answer; let it end in a question, and "
+            "move the beginning into the answer"
+        )
 
 
 def _instruction(row: Columns, where: str) -> list[Message]:
@@ -340,7 +353,10 @@ def _chosen_and_rejected(
                 f'{where}: there is no "prompt", and chosen and rejected are not conversations; '
                 "give the prompt"
             )
-        return Pair(Conversation(_joined(prompt, shared, column, where)), chosen, rejected, "A")
+        joined = _joined(prompt, shared, column, where)
+        for answer in (chosen, rejected):
+            _reject_begun_answer(joined, answer, where)
+        return Pair(Conversation(joined), chosen, rejected, "A")
 
     return read
 

@@ -108,6 +108,7 @@ def _read_message(value: Any, where: str) -> Message:
     if isinstance(calls, str):
         message["tool_calls"] = _parse(calls, f"{where}, tool_calls", "a list")
     check_nested_keys(message, where, {**PART_KEYS, **IMAGE_PART_KEYS})
+    _check_arguments(message, where)
     _join_thinking(message, where)
     _read_weight(message, where)
     return message
@@ -187,6 +188,22 @@ def _check_keys(value: Any, known: Sequence[Any], where: str) -> None:
     unknown = [name for name, field in fields.items() if field is not None and name not in known]
     if unknown:
         raise UserError(f"{where} has {unknown}, which planish does not use; remove it")
+
+
+def _check_arguments(message: Message, where: str) -> None:
+    """Raise UserError for the arguments of a tool call that are a text and no JSON object. A format
+    would write them as they are, so the model would learn a call that nobody can read.
+    """
+    for number, call in enumerate(list_of(message, "tool_calls")):
+        function = call.get("function") or call if isinstance(call, Mapping) else {}
+        arguments = function.get("arguments") if isinstance(function, Mapping) else None
+        if isinstance(arguments, str) and arguments:
+            call_where = f"{where}, tool_calls[{number}]"
+            if not isinstance(_parse(arguments, call_where, "arguments as JSON"), dict):
+                raise UserError(
+                    f"{call_where}: the arguments {arguments!r:.200} are no JSON object; give an "
+                    "object, or its JSON text. A text that was encoded twice is not one"
+                )
 
 
 def _join_thinking(message: Message, where: str) -> None:

@@ -34,6 +34,7 @@ _DEFAULT_CONFIGS = ("data", "main", "default", "plain_text")
 _SAVED_SPLITS, _SAVED_TABLE = "dataset_dict.json", "state.json"
 """Files of a directory that `save_to_disk` has written, with several splits or without splits."""
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.")
+_NUMBERED = re.compile(r"(?:^|-)\d+\.")
 _logged_warnings: set[str] = set()
 
 
@@ -217,6 +218,19 @@ def _files_in_folder(folder: Path, split: str) -> Sequence[Path]:
         )
     files = next(iter(by_suffix.values()), [])
     _check_shards(files, split)
+    whole = [file for file in files if file.stem.partition(".")[0] == split]
+    if whole and len(files) > 1:
+        other = next(file for file in files if file not in whole)
+        raise UserError(
+            f"{folder} has its {split} split in {whole[0].name}, and also in "
+            f"{other.relative_to(folder)}; if one is a copy, its rows would be read twice. Keep one "
+            f"of them, or number all of them, such as {split}-0.jsonl"
+        )
+    if len(files) > 1 and not all(_NUMBERED.search(file.name) for file in files):
+        _warn_once(
+            f"dataset {folder}: the {split} split is read from {len(files)} files, "
+            f"{', '.join(file.name for file in files[:4])}{', ...' if len(files) > 4 else ''}"
+        )
     return files
 
 

@@ -46,12 +46,8 @@ from planish.runlog.console import StepDisplay, step_line
 from planish.runlog.plotting import draw_curve
 from planish.runlog.run_directory import RunDirectory
 from planish.runlog.spans import Spans
-from planish.supervised.rendering import (
-    check_conversation,
-    has_answer_at_end,
-    plain_text_example,
-    warn_of_missing_answers,
-)
+from planish.supervised.answer_counts import AnswerCounts
+from planish.supervised.rendering import check_conversation, plain_text_example
 from planish.training.option_rules import POSITIVE, at_least, check_fields, require, zero_for
 from planish.training.run_loop import start_run
 from planish.training.run_options import ENGINE_OPTIONS, CheckpointOptions, StartOptions
@@ -318,12 +314,11 @@ def check_data(
     """Raise UserError if `max_length` cuts off every answer, or if a conversation cannot be trained
     on. In the second case, the message names its row.
     """
+    answers = AnswerCounts()
     for each in conversations:
         check_conversation(each, renderer, TRAINED_MESSAGES, location_of(each))
-    unanswered = [
-        location_of(each) for each in conversations if not has_answer_at_end(each, TRAINED_MESSAGES)
-    ]
-    warn_of_missing_answers(unanswered, f"of {len(conversations)} {split} conversations")
+        answers.add(each, TRAINED_MESSAGES, location_of(each))
+    answers.warn(f"of {len(conversations)} {split} conversations")
     if conversations and not any(
         render([each], renderer, config.max_length).data for each in conversations
     ):

@@ -21,7 +21,7 @@ metrics.
 """
 
 
-TOTAL_NAMES = frozenset({"reward", "score"})
+TOTAL_NAMES = frozenset({"reward", "score", "total", "total_reward", "final", "overall"})
 """The names under which graders of other libraries return the whole reward, beside metrics."""
 
 

@@ -28,12 +28,8 @@ from planish.datasets.unused_columns import UnusedColumns
 from planish.errors import UserError
 from planish.renderers import Renderer, TrainOnWhat
 from planish.renderers.spelled_tokens import SpelledTokens
-from planish.supervised.rendering import (
-    check_conversation,
-    conversation_converter,
-    has_answer_at_end,
-    warn_of_missing_answers,
-)
+from planish.supervised.answer_counts import AnswerCounts
+from planish.supervised.rendering import check_conversation, conversation_converter
 from planish.supervised.types import Batch, ChatDatasetBuilder, SupervisedDataset
 
 T = TypeVar("T")
@@ -213,23 +209,22 @@ def check_rows(
 
     The columns that the layouts of conversations do not use are added to `unused`. A `read_row` of
     the user's own decides itself what it uses. Warnings count the rows whose texts spell special
-    tokens, and those that end without an answer.
+    tokens, and those whose answers are missing or empty.
     """
     spelled = SpelledTokens()
-    unanswered: list[str] = []
+    answers = AnswerCounts()
     for row in rows:
         conversation = read_row(row, row.location)
         if read_row is conversation_of:
             unused.add_layout(row, CONVERSATIONS, row.location)
         check_conversation(conversation, renderer, train_on_what, row.location)
-        if not has_answer_at_end(conversation, train_on_what):
-            unanswered.append(row.location)
+        answers.add(conversation, train_on_what, row.location)
         if not isinstance(conversation, PlainText):
             render = partial(renderer.build_supervised_examples, conversation, train_on_what)
             spelled.add_rendered(conversation, renderer, render, row.location)
     conversations = f"of {len(rows)} conversations of {unused.dataset}"
     spelled.warn(conversations)
-    warn_of_missing_answers(unanswered, conversations)
+    answers.warn(conversations)
 
 
 @chz.chz

@@ -8,8 +8,6 @@ Some formats strip reasoning from earlier turns. Then each answer is trained aft
 it would be sampled from, so a conversation of several turns becomes several datums.
 """
 
-import logging
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,8 +21,6 @@ from planish.renderers.messages import check_characters
 from planish.renderers.renderer import Messages
 from planish.supervised.types import Batch, ChatDatasetBuilderCommonConfig
 from planish.types import ModelInput
-
-_log = logging.getLogger(__name__)
 
 
 def conversation_to_data(
@@ -88,27 +84,6 @@ def check_conversation(
             renderer.check_supervised_examples(messages, train_on_what)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
-
-
-def has_answer_at_end(messages: Messages | PlainText, train_on_what: TrainOnWhat) -> bool:
-    """Return whether the last message of a conversation is an answer, or may be learned anyway."""
-    if isinstance(messages, PlainText) or "assistant" not in train_on_what.value:
-        return True
-    return messages[-1].get("role") == "assistant"
-
-
-def warn_of_missing_answers(locations: Sequence[str], rows: str) -> None:
-    """Log how many conversations end without an answer, if there are any. `locations` are those of
-    these conversations, and `rows` names all of them.
-    """
-    if locations:
-        _log.warning(
-            "%d %s end without an answer, the first in %s; nothing is learned from their last "
-            "messages. Add the answers, or remove these messages",
-            len(locations),
-            rows,
-            locations[0],
-        )
 
 
 def conversation_converter(config: ChatDatasetBuilderCommonConfig, renderer: Renderer) -> Any:

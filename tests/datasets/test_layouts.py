@@ -4,6 +4,7 @@ names a row of no layout.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -403,3 +404,32 @@ def test_what_is_learned_says_nothing_about_answers_that_are_compared():
         answer = [{**ANSWER[0], key: value}]
         with pytest.raises(UserError, match="row 3: an answer has"):
             comparison_of({"prompt": "x", "chosen": answer, "rejected": OTHER}, "row 3")
+
+
+@pytest.mark.parametrize("answers", [("completion",), ("chosen", "rejected")])
+def test_a_prompt_that_begins_the_answer_is_refused(answers):
+    """TRL continues such a message; a chat format would end it before the answer."""
+    prompt = [*ASKED, {"role": "assistant", "content": "Sure: "}]
+    row = {"prompt": prompt, **dict(zip(answers, ("Good day.", "What?"), strict=False))}
+    read = conversation_of if answers == ("completion",) else comparison_of
+    with pytest.raises(UserError, match="here: the prompt ends in the beginning of an answer"):
+        read(row, "here")
+
+
+@pytest.mark.parametrize(
+    "arguments", ["{'a': 1}", json.dumps(json.dumps({"a": 1})), "[1]", '{"a": 1'], ids=str
+)
+def test_arguments_of_a_call_that_are_no_json_object_are_refused(arguments):
+    call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    for each in (call, call["function"]):
+        row = {"messages": [*ASKED, {"role": "assistant", "content": "", "tool_calls": [each]}]}
+        with pytest.raises(UserError, match=r'"messages"\[1\], tool_calls\[0\].*JSON'):
+            conversation_of(row, "here")
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}, ""])
+def test_arguments_of_a_call_may_be_an_object_or_its_text(arguments):
+    call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    row = {"messages": [*ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    conversation: Any = conversation_of(row, "here")
+    assert conversation[1]["tool_calls"] == [call]

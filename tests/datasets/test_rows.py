@@ -130,3 +130,31 @@ def test_an_evaluation_takes_the_layouts_too(tmp_path):
     path.parent.mkdir()
     path.write_text(json.dumps({"question": "1+1?", "answer": "2\n#### 2"}) + "\n")
     assert len(load_task("gsm8k", data=str(tmp_path)).questions) == 1
+
+
+def test_a_split_in_a_file_of_its_own_and_in_others_is_not_read_twice(tmp_path):
+    for other in ("train-old.jsonl", "train-00000-of-00001.jsonl", "train/part.jsonl"):
+        folder = tmp_path / other.replace("/", "-")
+        write(folder / "train.jsonl", 1, 2)
+        write(folder / other, 1, 2)
+        with pytest.raises(UserError, match=f"train split in train.jsonl, and also in {other}"):
+            load_rows(str(folder), "train")
+
+
+def test_files_of_a_split_that_are_not_numbered_are_named(tmp_path, caplog):
+    write(tmp_path / "train-old.jsonl", 1, 2)
+    write(tmp_path / "train-new.jsonl", 1, 2)
+    assert len(load_rows(str(tmp_path), "train")) == 4
+    message = (
+        f"dataset {tmp_path}: the train split is read from 2 files, train-new.jsonl, train-old"
+    )
+    assert message in caplog.text
+
+
+def test_numbered_files_of_a_split_are_read_without_a_warning(tmp_path, caplog):
+    for number in range(2):
+        write(tmp_path / f"train-{number}.jsonl", 1, 2)
+        write(tmp_path / "validation" / f"000{number}.jsonl", 1, 2)
+    for split in ("train", "validation"):
+        assert len(load_rows(str(tmp_path), split)) == 4
+    assert caplog.text == ""

@@ -209,6 +209,7 @@ def test_a_grader_of_conversations_gets_a_copy(renderer):
         ({}, r"grade returned no number"),
         ({"a": "x"}, r"grade, a returned reward='x'"),
         ({"score": 1.0, "acc": True}, r"sum would be the reward; return a pair .* part 'score'"),
+        ({"total": 1, "length": 0.5}, r"sum would be the reward; return a pair .* part 'total'"),
         ({"length": 3, "reward": 1}, r"sum would be the reward; return a pair .* part 'reward'"),
     ],
 )

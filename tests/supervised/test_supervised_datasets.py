@@ -1,6 +1,7 @@
 """Epochs, orders, splits, and rows that cannot be trained on."""
 
 import json
+from typing import Any
 
 import datasets as hub
 import pytest
@@ -229,5 +230,19 @@ def test_conversations_that_end_without_an_answer_are_counted(tmp_path, caplog, 
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     FromRowsBuilder(common_config=config(train_on_what=train_on_what), dataset=str(path))()
-    message = f"2 of 5 conversations of {path} end without an answer, the first in {path}, line 2"
+    message = f"2 of 5 conversations of {path}, the first in {path}, line 2, end without an answer"
     assert (message in caplog.text) == (train_on_what is TrainOnWhat.ALL_ASSISTANT_MESSAGES)
+
+
+@pytest.mark.parametrize("empty", ["", " \n", []])
+def test_empty_answers_are_counted(tmp_path, caplog, empty):
+    rows: list[dict[str, Any]] = [say(number) for number in range(5)]
+    rows[2]["messages"][1]["content"] = empty
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    rows[3]["messages"][1] |= {"content": empty, "tool_calls": [call]}
+    rows[4]["messages"][1:1] = [{"role": "assistant", "content": empty, "weight": 0}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    FromRowsBuilder(common_config=config(), dataset=str(path))()
+    message = f"1 of 5 conversations of {path}, the first in {path}, line 3, have an empty answer"
+    assert message in caplog.text
