@@ -110,10 +110,13 @@ def page() -> str:
         "An answer may need "
         f"{protocol.MAX_ANSWER_BYTES >> 20:,} MiB of memory, estimated from `n`, the maximum number "
         "of tokens and",
-        "the logprobs per token. A request for more gets status 400. `GET /openapi.json` lists the "
-        "fields of each",
-        "request.\n",
-        *_request_tables({f"POST {path}": fields for path, fields in openai_fields().items()}),
+        "the logprobs per token. A request for more gets status 400. `GET /openapi.json` has "
+        "all fields; the tables",
+        "leave out those that take one of a few values.\n",
+        *_request_tables(
+            {f"POST {path}": fields for path, fields in openai_fields().items()},
+            leaves_out_choices=True,
+        ),
         "## Paths, queries and headers\n",
         _table(
             ("what", "limit", "beyond it"),
@@ -269,20 +272,36 @@ def _limits_in_words(limits: Mapping[str, Limit]) -> dict[str, str]:
     return {name: limit.limit for name, limit in limits.items() if limit.limit}
 
 
-def _request_tables(requests: Mapping[str, Mapping[str, str]]) -> list[str]:
+_CHOICE = re.compile(r"(`[^`]*`(, | )?(or )?)+|absent|not read|true or false")
+
+
+def _request_tables(
+    requests: Mapping[str, Mapping[str, str]], leaves_out_choices: bool = False
+) -> list[str]:
     """Return the tables of these requests. A limit that a field has in several requests is listed
-    once, before the requests, and a request's own table has what differs.
+    once, before the requests, and a request's own table has what differs. With
+    `leaves_out_choices`, fields are left out that take one of a few values in every request.
     """
     everywhere: dict[str, Counter[str]] = {}
     for fields in requests.values():
         for name, limit in fields.items():
             everywhere.setdefault(name, Counter())[limit] += 1
+    if leaves_out_choices:
+        everywhere = {
+            name: limits
+            for name, limits in everywhere.items()
+            if not all(map(_CHOICE.fullmatch, limits))
+        }
     most_common = {name: limits.most_common(1)[0] for name, limits in everywhere.items()}
     shared = {name: limit for name, (limit, count) in most_common.items() if name and count > 1}
     lines = ["Fields of several requests, for each request whose own table has no other limit:\n"]
     lines += [_grouped(shared), ""]
     for request, fields in requests.items():
-        own = {name: limit for name, limit in fields.items() if shared.get(name) != limit}
+        own = {
+            name: limit
+            for name, limit in fields.items()
+            if name in everywhere and shared.get(name) != limit
+        }
         if own:
             lines += [f"### {request}\n", _grouped(own), ""]
     return lines
