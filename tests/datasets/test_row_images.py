@@ -363,7 +363,7 @@ def test_prompts_whose_answers_are_compared_have_text_only(folder):
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-SHOWN = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, IMAGE]}]
+SHOWN: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, IMAGE]}]
 DRAWN = [{"role": "assistant", "content": [IMAGE]}]
 QUESTION = [{"role": "user", "content": "What is this?"}]
 LAMP = [{"role": "assistant", "content": "A lamp."}]

@@ -84,6 +84,7 @@ def page() -> str:
         "one adapter at a time. Each adapter is a checkpoint, which counts in its tenant's storage.\n",
         _table(("what", "limit", "beyond it"), _adapter_rows()),
         "",
+        _MODEL_FILES,
         "## JSON requests\n",
         "`[]` stands for the items of a list, and `*` for the entries of an object. In "
         "`POST /forward_backward`,",
@@ -205,6 +206,25 @@ def _stream_rows() -> list[tuple[str, str]]:
     ]
 
 
+_MODEL_FILES = """\
+## Model files
+
+A model directory, an adapter or a checkpoint of somebody else is checked before any work is done
+with it. Each of these is an error that names the file. Pickled weights are never loaded, and no
+code of a model directory runs.
+
+| input | limit |
+| --- | --- |
+| JSON files of settings | 16 MiB; indexes of weights 128 MiB, tokenizer.json 256 MiB; Python's limit of nested objects |
+| integers and floats in config.json | below 2**31; up to 1e30 |
+| `num_hidden_layers` | 1,024 |
+| experts in all layers together | 262,144 |
+| context length | 4,194,304 tokens |
+| rank of an adapter | 256; 4,096 if it is merged |
+| matrices of an adapter | the shapes in the file's header must be those of the base model's linears |
+| keys of `rank_pattern` and `alpha_pattern` | 2,000 characters; 500 regular expressions, without look-around and back-references; 5 million comparisons |
+| chat templates | 2 s of CPU time, 1 GiB of memory, 4 MiB of text ([renderers.md](../reference/renderers.md)) |
+"""
 _IMAGES = """\
 An image is one chunk of a prompt or of a training sequence. The server decodes at most two images
 at a time, and checks the size in the file's header before it decodes pixels. The largest image
