@@ -43,6 +43,11 @@ def shortened(message: str) -> str:
     return message[: MAX_MESSAGE - _TAIL_CHARACTERS - len(gap)] + gap + message[-_TAIL_CHARACTERS:]
 
 
+def message_with_notes(error: Exception) -> str:
+    """Return the error's message, and its notes below it, indented."""
+    return "\n  ".join([str(error), *getattr(error, "__notes__", ())])
+
+
 class PlanishError(Exception):
     """Base of all errors that planish raises on purpose. Messages may quote an argument of any
     size, so messages of more than MAX_MESSAGE characters are shortened.

@@ -9,12 +9,12 @@ ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 HEREDOC = re.compile(r"<<'(\w+)'")
-PROGRAMS = re.compile(r"(?:[A-Z_]+=\S+ +)*(?:planish|nice|python|pip|make|inspect|export) ")
+PROGRAMS = re.compile(r"(?:[A-Z_]+=\S+ +)*(?:git|planish|nice|python|pip|make|inspect|export) ")
 """How a block without the name of a language begins if it is one of shell. Others are output,
 diagrams, or fragments of Python."""
 
 NOT_RUN = {
-    r"make |\. \.venv|python3? -m (venv|pytest)|pip install|export |\w+=\S+ python -m pytest": "sets"
+    r"git clone |make |\. \.venv|python3? -m (venv|pytest)|pip install|export |\w+=\S+ python -m pytest": "sets"
     " up the reader's shell, or runs tests",
     r"(OMP_NUM_THREADS=\d+ )?python benchmarks/": "measures for minutes; tests/benchmarks runs them "
     "with small sizes",

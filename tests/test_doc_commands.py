@@ -42,6 +42,8 @@ REPLACED = (
     ("checkpoints download PATH --out DIR", "checkpoints download {sampler} --out downloaded"),
     ("downloaded/adapter", "{adapter}"),
     ("outputs/adapter", "{adapter}"),
+    ("play examples/", f"play {ROOT}/examples/"),
+    ("runs/three-words", "runs/rl"),
     ("PATH", "{state}"),
     ("list --run RUN", "list --run {run}"),
     ("runs RUN", "runs {run}"),

@@ -14,6 +14,7 @@ import io
 import re
 import shlex
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -128,6 +129,20 @@ def reader(tmp_path_factory, tmp_path, monkeypatch):
 )
 def test_every_block_of_the_page_runs(page, reader):
     run_page((DOCS / page).read_text(), DOCS / page, "page_" + re.sub(r"\W", "_", page))
+
+
+def test_no_two_pages_write_the_same_file_or_run():
+    """A reader may try several pages in one directory."""
+    pages = defaultdict[str, set[str]](set)
+    for page in [*WITH_README, *(DOCS.parent / "examples").glob("*.py")]:
+        text = page.read_text()
+        code = text if page.suffix == ".py" else "".join(block.code for block in blocks_of(text))
+        for name in re.findall(r'(?:Path|open)\(f?"([^"]+\.jsonl)"[,)]|log_path="([^"]+)"', code):
+            pages["".join(name)].add(page.stem)
+    # The README shows a part of an example.
+    shared = {name: by for name, by in pages.items() if len(by - {"README"}) > 1}
+    assert len(pages) > 20
+    assert shared == {}
 
 
 @pytest.mark.slow

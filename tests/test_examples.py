@@ -68,9 +68,12 @@ def run(workplace: Path, *arguments: str) -> str:
     return done.stdout
 
 
+THREE_WORDS = (ROOT / "examples" / "three_words.py").read_text()
+
+
 @pytest.mark.slow
 def test_the_script_of_the_readme_runs(workplace):
-    [script, _] = scripts_of_the_readme()
+    [_, script] = scripts_of_the_readme()
     (workplace / "readme.py").write_text(script)
     printed = run(workplace, "readme.py").splitlines()
     *steps, saved = [line.partition(":")[0] for line in printed]
@@ -78,18 +81,26 @@ def test_the_script_of_the_readme_runs(workplace):
     assert saved == "tinker"  # the path of the saved state
 
 
+def test_the_readme_shows_the_example_of_a_reward_function():
+    [shown, _] = scripts_of_the_readme()
+    assert shown.startswith("def reward(")
+    assert shown.endswith("asyncio.run(main(config))\n")
+    assert THREE_WORDS.endswith(shown)
+
+
 @pytest.mark.slow
-def test_the_second_script_of_the_readme_trains_on_a_custom_reward(workplace):
-    [_, script] = scripts_of_the_readme()
-    assert len(script.splitlines()) <= 25
-    (workplace / "rewards.py").write_text(script.replace("num_epochs=5", "max_steps=2"))
-    text = (ROOT / "README.md").read_text()
-    [row] = re.findall(r"`(\{\"prompt\".*?\})`", text)
-    (workplace / "questions.jsonl").write_text(f"{row}\n" * 32)
+def test_the_example_of_a_reward_function_trains_and_a_wrong_option_ends_in_one_line(workplace):
+    script = THREE_WORDS.replace("num_epochs=6", "max_steps=2")
+    (workplace / "rewards.py").write_text(script)
     run(workplace, "rewards.py")
-    rows = read_rows(workplace / "runs/lengths/metrics.jsonl")
+    rows = read_rows(workplace / "runs/three-words/metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1]
     assert all("env/all/reward/total" in row for row in rows)
+    (workplace / "rewards.py").write_text(script.replace("2e-4", "3e-4"))
+    done = start(workplace, "rewards.py")
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert re.match(r"error: log_path=.*runs/three-words.*learning_rate", line)
 
 
 SENDING_CONTROL_C = """
@@ -107,14 +118,11 @@ def send():
 
 
 @pytest.mark.slow
-def test_control_c_in_the_second_script_of_the_readme_ends_without_a_traceback(workplace):
-    [_, script] = scripts_of_the_readme()
+def test_control_c_in_the_example_of_a_reward_function_ends_without_a_traceback(workplace):
     # The reward function sends one signal, in the middle of the first step.
-    script = script.replace("    return -abs", "    send() if sending else None\n    return -abs")
-    script = script.replace("num_epochs=5", "max_steps=2")
-    script = SENDING_CONTROL_C + script
-    (workplace / "stopped.py").write_text(script.replace("runs/lengths", "runs/stopped"))
-    (workplace / "questions.jsonl").write_text('{"prompt": "The sea", "length": 60}\n' * 32)
+    script = THREE_WORDS.replace("    items = ", "    send() if sending else None\n    items = ")
+    script = SENDING_CONTROL_C + script.replace("num_epochs=6", "max_steps=2")
+    (workplace / "stopped.py").write_text(script.replace("runs/three-words", "runs/stopped"))
     done = start(workplace, "stopped.py")
     assert done.returncode == 130
     assert "stopped after 0 of 2 steps; the same command resumes there" in done.stdout

@@ -38,6 +38,7 @@ from planish.training import supervised_config as supervised
 from planish.training.option_rules import at_least
 from planish.training.run_loop import open_client
 from planish.training.scoring_models import model_info, pin_checkpoint, scoring_client
+from planish.training.script_errors import message_only
 from planish.training.supervised_context import limit_to_context
 from planish.training.train_supervised import CONSOLE_METRICS, train
 from planish.types import Datum, ModelInput, SamplingParams
@@ -68,10 +69,11 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
     """Train in this process, on a server (`base_url`), or with the given service client. Return the
     run directory.
     """
-    check(config)
-    teacher_models = [config.teacher_config.base_model]
-    with open_client(config, service_client, teacher_models) as client:
-        return await _run(config, client)
+    with message_only():
+        check(config)
+        teacher_models = [config.teacher_config.base_model]
+        with open_client(config, service_client, teacher_models) as client:
+            return await _run(config, client)
 
 
 async def _run(config: Config, service_client: ServiceClient) -> Path:

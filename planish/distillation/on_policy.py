@@ -29,6 +29,7 @@ from planish.rl.types import Metrics
 from planish.training import rl_config as rl
 from planish.training.run_loop import open_client
 from planish.training.scoring_models import pin_checkpoint, scoring_client
+from planish.training.script_errors import message_only
 from planish.training.train_rl import train
 
 
@@ -64,10 +65,11 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
     """Train in this process, on a server (`base_url`), or with the given service client. Return the
     run directory.
     """
-    check(config)
-    teachers = [part.teacher_config.base_model for part in config.dataset_builder.parts]
-    with open_client(config, service_client, teachers) as client:
-        return await _run(config, client)
+    with message_only():
+        check(config)
+        teachers = [part.teacher_config.base_model for part in config.dataset_builder.parts]
+        with open_client(config, service_client, teachers) as client:
+            return await _run(config, client)
 
 
 async def _run(config: Config, service_client: ServiceClient) -> Path:

@@ -46,6 +46,7 @@ from planish.training.scoring_models import (
     require_one_vocabulary,
     warn_of_other_format,
 )
+from planish.training.script_errors import message_only
 from planish.training.supervised_context import limit_to_context
 from planish.training.train_supervised import train
 from planish.types import Datum, ModelInput
@@ -111,9 +112,10 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
 
     The run uses `service_client` if given, else the server at `base_url`, else this process.
     """
-    check(config)
-    with open_client(config, service_client) as client:
-        return await _run(config, client)
+    with message_only():
+        check(config)
+        with open_client(config, service_client) as client:
+            return await _run(config, client)
 
 
 async def _run(config: Config, service_client: ServiceClient) -> Path:

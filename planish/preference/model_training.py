@@ -29,6 +29,7 @@ from planish.supervised.objective import PendingGradient
 from planish.supervised.types import SupervisedDataset
 from planish.training import supervised_config as supervised
 from planish.training.run_loop import open_client
+from planish.training.script_errors import message_only
 from planish.training.supervised_context import limit_to_context
 from planish.training.train_supervised import train
 from planish.types import Datum
@@ -79,9 +80,10 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
 
     The run uses `service_client` if given, else the server at `base_url`, else this process.
     """
-    check(config)
-    with open_client(config, service_client) as client:
-        return await _run(config, client)
+    with message_only():
+        check(config)
+        with open_client(config, service_client) as client:
+            return await _run(config, client)
 
 
 def check(config: Config) -> None:

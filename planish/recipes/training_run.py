@@ -19,7 +19,7 @@ from chz.blueprint import (
 )
 
 from planish import ServiceClient
-from planish.errors import PlanishError, UserError
+from planish.errors import PlanishError, UserError, message_with_notes
 from planish.processes.interruption import Terminated, run_coroutine, sigterm_as_interrupt
 from planish.runlog.model_renderer import learn_renderer
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
@@ -49,8 +49,7 @@ def run_command(
         with sigterm_as_interrupt(), engine_log_on_console():
             main(read_options(config_type, presets, argv))
     except PlanishError as error:
-        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-        print(f"error: {error}{notes}", file=sys.stderr)
+        print(f"error: {message_with_notes(error)}", file=sys.stderr)
         sys.exit(1)
     except (KeyboardInterrupt, Terminated) as end:
         print(f"stopped; the same command {on_restart}", file=sys.stderr)

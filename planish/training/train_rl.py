@@ -27,6 +27,7 @@ from planish.training.rl_learner import RLLearner
 from planish.training.run_loop import RunLoop, open_client, run_training
 from planish.training.run_options import resumable_options, run_in_place_of_training
 from planish.training.scoring_models import pin_checkpoint, scoring_client, shared_context_window
+from planish.training.script_errors import message_only
 
 
 async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
@@ -36,11 +37,12 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
     After Ctrl-C or SIGTERM the run is saved, so that it can be resumed. Then KeyboardInterrupt or
     planish.processes.interruption.Terminated (exit status 143) is raised.
     """
-    check(config)
-    if (replacement := run_in_place_of_training.get()) is not None:
-        return await asyncio.to_thread(replacement, config)
-    with open_client(config, service_client) as client:
-        return await train(config, client)
+    with message_only():
+        check(config)
+        if (replacement := run_in_place_of_training.get()) is not None:
+            return await asyncio.to_thread(replacement, config)
+        with open_client(config, service_client) as client:
+            return await train(config, client)
 
 
 async def train(

@@ -14,6 +14,7 @@ from planish.supervised.objective import CrossEntropy, Objective
 from planish.supervised.types import SupervisedDataset
 from planish.training.run_loop import RunLoop, open_client, run_training
 from planish.training.run_options import resumable_options
+from planish.training.script_errors import message_only
 from planish.training.supervised_config import Config, check
 from planish.training.supervised_context import limit_to_context
 from planish.training.supervised_learner import EvalSchedule, SupervisedLearner
@@ -35,11 +36,12 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
     After Ctrl-C or SIGTERM the run is saved, so that it can be resumed. Then KeyboardInterrupt or
     planish.processes.interruption.Terminated (exit status 143) is raised.
     """
-    check(config)
-    with open_client(config, service_client) as client:
-        return await train(
-            await limit_to_context(config, client), client, cross_entropy, CONSOLE_METRICS
-        )
+    with message_only():
+        check(config)
+        with open_client(config, service_client) as client:
+            return await train(
+                await limit_to_context(config, client), client, cross_entropy, CONSOLE_METRICS
+            )
 
 
 def cross_entropy(start: RunStart) -> Objective:
