@@ -6,7 +6,7 @@ only list lines of planish and of asyncio. Recipes print the same message for th
 
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -17,7 +17,7 @@ _OWN_MODULES = {"planish", "chz", *sys.stdlib_module_names}
 
 
 @contextmanager
-def message_only() -> Iterator[None]:
+def message_only() -> Generator[None]:
     """If a UserError leaves the block and ends the program, print its message and its notes, and no
     traceback. The exit status stays 1.
 
@@ -43,6 +43,6 @@ def _print_message(
     frames: TracebackType | None,
 ) -> None:
     if error is wrong_call:
-        print(f"error: {message_with_notes(error)}", file=sys.stderr)
+        print(f"error: {message_with_notes(wrong_call)}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, frames)
