@@ -30,9 +30,10 @@ from workloads import SMALL_WORKLOADS, WORKLOADS, Shape, make_round
 import planish
 from planish.engine.replication import ExportedWeights, ExportWeights
 from planish.files import write_atomically
+from planish.fleet.cluster import import_ray, leave_cluster, start_cluster
 from planish.fleet.fleet import Fleet
 from planish.fleet.link import EngineOptions
-from planish.fleet.ray_link import RayLink, Resources, import_ray, leave_cluster, start_cluster
+from planish.fleet.ray_link import RayLink, Resources
 from planish.model.sources import DEFAULT_MODEL
 
 SIMULATED = (8, 64, 512)

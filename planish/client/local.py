@@ -79,11 +79,11 @@ def connect(base_url: str, api_key: str | None, user_metadata: Mapping[str, str]
 
 def models_used_together(base_url: str | None, *names: str | None) -> dict[str, str] | None:
     """Return the `models` option for a ServiceClient that uses all the named base models at once.
-    With this option, an engine on a GPU divides the memory among them from the start. Return None
-    if a server is used, or if there are fewer than two base models.
+    With this option, an engine on a GPU divides the memory among them from the start, and replicas
+    check that they fit before anything is loaded. Return None if a server is used, or without names.
     """
     distinct = {name for name in names if name is not None}
-    if base_url or os.environ.get(URL_VARIABLE) or len(distinct) < 2:
+    if base_url or os.environ.get(URL_VARIABLE) or not distinct:
         return None
     return {name: name for name in distinct}
 

@@ -348,6 +348,16 @@ class BaseModels:
             )
         return self._directories.setdefault(name, resolve_model(name, self._mapping))
 
+    def check_memory(self, names: Sequence[str]) -> None:
+        """Raise UserError unless these base models fit on the device together. Nothing is loaded."""
+        directories = [self.directory(name) for name in names]
+        try:
+            for directory in directories:
+                self._memory.claim(directory)
+        finally:
+            for directory in directories:
+                self._memory.release(directory)
+
     def loaded_configs(self) -> dict[str, ModelConfig]:
         """Return the config of each loaded model, by every name in use."""
         # Read without the locks, because a lock stays locked while a model is being loaded.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -118,7 +118,11 @@ class Engine:
         limit_threads()
         self._settings = settings or EngineSettings()
         mapping = checked_mapping(models)
-        known_directories = {*mapping.values(), *models_from_env_var().values()}
+        from_environment = models_from_env_var()
+        known_directories = {
+            *(from_environment.get(path, path) for path in mapping.values()),
+            *from_environment.values(),
+        }
         memory = memory or DeviceMemory(
             self._settings, reserves_for_next=len(known_directories) > 1
         )
@@ -159,6 +163,12 @@ class Engine:
     def substitutions(self) -> Counter[tuple[str, str]]:
         """Number of operations with a substituted loss, by (requested loss, substitute)."""
         return self._preparation.substitutions
+
+    def check_memory(self, base_models: Sequence[str]) -> None:
+        """Raise UserError unless these base models fit on the device together. Call it before one
+        is loaded.
+        """
+        self._base_models.check_memory(base_models)
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
         """Return the available base models.

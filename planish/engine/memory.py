@@ -254,9 +254,10 @@ class DeviceMemory:
             f"{directory} does not fit on {self.device}: {gib(usable)} of the device are usable, "
             f"{weights}, and other base models leave {gib(max(0, available))} for sampling and "
             f"training, which need at least {gib(needs.minimum_bytes)}{limits}. {self._remedy}Use "
-            f"a smaller base model or fewer base models, lower {', '.join(memory_limits)}, or end "
-            "other programs on the device. If all four of these limits are given, planish uses "
-            "them without this check"
+            "a smaller base model or fewer base models, quantize='int8' or 'nf4', or "
+            "tensor_parallel=N in place of replicas, which divides the base model among N GPUs; "
+            f"lower {', '.join(memory_limits)}, or end other programs on the device. If all four "
+            "of these limits are given, planish uses them without this check"
         )
 
     @property

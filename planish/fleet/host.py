@@ -66,8 +66,11 @@ class EngineHost:
     """An engine, the futures of its operations, and the events for the caller."""
 
     def __init__(self, options: EngineOptions) -> None:
-        """Start the engine. Raise UserError for an invalid option."""
+        """Start the engine. Raise UserError for an invalid option, or if the device is too small for
+        the base models.
+        """
         self._engine = new_engine(options)
+        self._engine.check_memory(list(options.models or {}))
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="planish-export")
         self._futures: dict[int, Future[Any]] = {}

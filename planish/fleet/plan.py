@@ -10,12 +10,8 @@ import torch
 
 from planish.engine.settings import choose_device
 from planish.errors import UserError
-from planish.fleet.fleet import Fleet
-from planish.fleet.link import EngineOptions
-from planish.fleet.ray_link import (
+from planish.fleet.cluster import (
     HeadWatch,
-    RayLink,
-    Resources,
     free_devices,
     has_gpus,
     import_ray,
@@ -25,6 +21,9 @@ from planish.fleet.ray_link import (
     start_cluster,
     wait_for_devices,
 )
+from planish.fleet.fleet import Fleet
+from planish.fleet.link import EngineOptions
+from planish.fleet.ray_link import RayLink, Resources
 from planish.fleet.served import ServedFleet
 from planish.model.kernels.device import Device
 from planish.processes.threads import usable_cpus

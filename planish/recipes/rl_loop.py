@@ -156,12 +156,7 @@ class Config(SplitNames, EvaluationOptions, RetainedCheckpointOptions, StartOpti
 def main(config: Config) -> Path:
     """Train, in this process or on a server, and return the run directory."""
     check_options(config)
-    with planish.ServiceClient(
-        base_url=config.base_url,
-        replicas=config.replicas,
-        ray=config.ray,
-        sampler=config.sampler,
-    ) as service_client:
+    with planish.ServiceClient(**config.client_options) as service_client:
         return train(config, service_client)
 
 

@@ -111,12 +111,7 @@ class Config(SplitNames, CheckpointOptions, StartOptions):
 def main(config: Config) -> Path:
     """Train, in this process or on a server, and return the run directory."""
     check_fields(config)
-    with ServiceClient(
-        base_url=config.base_url,
-        replicas=config.replicas,
-        ray=config.ray,
-        sampler=config.sampler,
-    ) as service_client:
+    with ServiceClient(**config.client_options) as service_client:
         return train(config, service_client)
 
 

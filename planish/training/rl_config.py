@@ -180,10 +180,14 @@ class RolloutOptions:
     """How environments are rolled out, and which rollouts are written to files."""
 
     max_tokens: int = chz.field(doc="maximum number of tokens in an answer", metadata=at_least(1))
-    rollout_processes: int = chz.field(
+    rollout_processes: int | Literal["ray"] = chz.field(
         default=0,
-        doc="number of processes that run environments; 0 = only this process",
-        metadata=zero_for("this process"),
+        doc="number of processes that run environments; 0 = only this process, ray = one for each "
+        "free CPU of a Ray cluster",
+        metadata=rule(
+            lambda value: value == "ray" or (isinstance(value, int) and value >= 0),
+            "a whole number, 0 for this process, or ray",
+        ),
     )
     eval_temperature: float | None = chz.field(
         default=None,
@@ -310,9 +314,27 @@ def check_all_but_reference(config: Config) -> None:
             "logprobs of all sampled tokens with the sampler's"
         )
     strategy_from(config.rollout_error_tolerance)
+    _check_rollout_processes(config)
     _check_group_size(config)
     _check_refills(config)
     _check_unused(config)
+
+
+def _check_rollout_processes(config: Config) -> None:
+    """Raise UserError if environments cannot run on a Ray cluster."""
+    if config.rollout_processes != "ray":
+        return
+    from planish.fleet.cluster import import_ray, join_cluster
+
+    import_ray()
+    if config.replicas is not None and config.ray is None:
+        raise UserError(
+            f"rollout_processes=ray with replicas={config.replicas}: without ray=ADDRESS, the "
+            "cluster is this machine alone, and its CPUs are those of the replicas; give "
+            "rollout_processes=N for N processes, or the address of a cluster as ray"
+        )
+    if config.ray is None:
+        join_cluster("auto")
 
 
 def _check_own_functions(config: Config) -> None:

@@ -91,7 +91,7 @@ class RLLearner:
         """Run all steps, evaluate the final weights, and log their metrics in a separate row."""
         strategy = strategy_from(self.config.rollout_error_tolerance)
         async with (
-            RolloutPool.open(self.config.rollout_processes) as pool,
+            RolloutPool.open(self.config.rollout_processes, self.config.ray) as pool,
             asyncio.TaskGroup() as tasks,
         ):
             runner = GroupRolloutRunner(strategy, self.config.termination, pool)

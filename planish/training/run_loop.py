@@ -287,12 +287,7 @@ def open_client(
         options.base_url, getattr(options, "model_name", None), *other_models
     )
     with ServiceClient(
-        base_url=options.base_url,
-        models=models,
-        deterministic=deterministic,
-        replicas=options.replicas,
-        ray=options.ray,
-        sampler=options.sampler,
+        models=models, deterministic=deterministic, **options.client_options
     ) as own_client:
         yield own_client
 

@@ -53,9 +53,21 @@ class EngineOptions:
     ray: str | None = chz.field(
         default=None, doc="address of a Ray cluster: auto or HOST:PORT; none = this machine"
     )
+    tensor_parallel: int | None = chz.field(
+        default=None,
+        doc="number of devices of this machine that share each base model; none = one",
+        metadata=at_least(1),
+    )
     sampler: str = chz.field(
         default="engine", doc="what samples: engine, vllm, or the URLs of vLLM servers"
     )
+
+    @property
+    def client_options(self) -> dict[str, Any]:
+        """The arguments of ServiceClient for these options, without those at their default."""
+        defaults = {"sampler": "engine"}
+        values = {name: getattr(self, name) for name in ENGINE_OPTIONS}
+        return {k: v for k, v in values.items() if v is not None and v != defaults.get(k)}
 
 
 @chz.chz
@@ -263,7 +275,8 @@ RESUMABLE_CHECKPOINT_OPTIONS = (
     "eval_every",
     "eval_on_start",
 )
-ENGINE_OPTIONS = ("base_url", "replicas", "ray", "sampler")
+ENGINE_OPTIONS = ("base_url", "replicas", "ray", "tensor_parallel", "sampler")
+"""The fields of `EngineOptions`."""
 RESUMABLE_OPTIONS = (
     *RESUMABLE_CHECKPOINT_OPTIONS,
     *ENGINE_OPTIONS,

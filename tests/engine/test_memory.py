@@ -215,6 +215,7 @@ def test_a_single_base_model_gets_the_whole_gpu(shaped, gpu):
         ({"a": "/x", "b": "/y"}, "", True),
         ({"a": "/x"}, "b=/y", True),
         (models_used_together(None, "a", None, "a"), "", False),
+        (models_used_together(None, "a"), "a=/x", False),
         (models_used_together(None, "a", "b"), "", True),
     ],
 )

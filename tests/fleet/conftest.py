@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,14 @@ from planish.testing import tiny_model
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("questions")
+    rows = [{"question": f"What is {n} + 2?", "answer": f"#### {n + 2}"} for n in range(32)]
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,11 @@ from planish import (
     ServiceClient,
     TrainingClient,
 )
+from planish.files import read_rows
+from planish.fleet.cluster import import_ray
 from planish.fleet.fleet import Fleet
 from planish.fleet.link import EngineOptions
-from planish.fleet.ray_link import RayLink, Resources, import_ray
+from planish.fleet.ray_link import RayLink, Resources
 from planish.fleet.replica import Replica
 from planish.fleet.served import ServedFleet
 from planish.fleet.start import checked_options
@@ -89,14 +91,32 @@ def run_grpo(
     on_save: Callable[[int, str], object] = lambda step, path: None,
     model: str = "tiny",
 ) -> list[Any]:
+    """Run GRPO steps of a new model, or from a checkpoint. Return what each of them computed: see
+    `continue_grpo`.
+    """
+    return continue_grpo(
+        new_run(client, state, model), num_steps, before_step, first_step, save_every, on_save
+    )
+
+
+def new_run(client: ServiceClient, state: str | None = None, model: str = "tiny") -> TrainingClient:
+    """Return the training model of `run_grpo`."""
+    if state is None:
+        return client.create_lora_training_client(model, rank=4, seed=1)
+    return client.create_training_client_from_state_with_optimizer(state)
+
+
+def continue_grpo(
+    training_client: TrainingClient,
+    num_steps: int,
+    before_step: Callable[[int], object] = lambda step: None,
+    first_step: int = 0,
+    save_every: int = 0,
+    on_save: Callable[[int, str], object] = lambda step, path: None,
+) -> list[Any]:
     """Run GRPO steps. Return what each of them computed: tokens, logprobs, losses and gradient norms,
     and a hash of the adapter.
     """
-    training_client = (
-        client.create_lora_training_client(model, rank=4, seed=1)
-        if state is None
-        else client.create_training_client_from_state_with_optimizer(state)
-    )
     rows: list[Any] = []
     for step in range(first_step, num_steps):
         before_step(step)
@@ -124,6 +144,15 @@ def run_grpo(
             path = training_client.save_state(f"step-{step + 1}", overwrite=True).result(WAIT).path
             on_save(step + 1, path)
     return rows
+
+
+def reproducible(run_directory: Path) -> list[dict[str, Any]]:
+    """Return the rows without times, and without values that depend on prefix caches."""
+    changing = ("time/", "tokens_per_second/", "tokens/prefill", "tokens/cumulative/prefill")
+    return [
+        {k: v for k, v in row.items() if not k.startswith(changing) and "cached" not in k}
+        for row in read_rows(run_directory / "metrics.jsonl")
+    ]
 
 
 def training_data(number: int) -> list[Datum]:

@@ -1,16 +1,19 @@
 """The parts of a fleet that decide: who samples what, who computes what, and who is lost."""
 
+import sys
 import threading
+from typing import Any
 
 import pytest
 
-from planish import UserError
+from planish import ServiceClient, UserError
 from planish.fleet.link import EngineStatus
 from planish.fleet.replica import Watch, check_same
 from planish.fleet.routing import PrefixTable
 from planish.fleet.samplers import prefix_keys
 from planish.fleet.training import divide
 from planish.images import ImageChunk
+from planish.recipes import rl_basic
 from planish.types import EncodedTextChunk, ModelInput
 
 PROMPT = list(range(640))
@@ -131,3 +134,40 @@ def test_replicas_with_other_versions_or_weights_are_rejected():
     check_same("the devices", {0: "a", 1: "a"})
     with pytest.raises(UserError, match="the devices differ between replicas.*replica 1: b"):
         check_same("the devices", {0: "a", 1: "b"})
+
+
+def recipe_options(**options: Any) -> rl_basic.Options:
+    return rl_basic.Options(model_name="tiny", dataset="missing", **options)
+
+
+def test_recipes_pass_on_where_their_engine_is():
+    assert recipe_options().client_options == {}
+    given = {"base_url": "http://a", "replicas": 2, "ray": "auto", "tensor_parallel": 2}
+    given["sampler"] = "http://b"
+    assert recipe_options(**given).client_options == given
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"replicas": 2}, "leave out either tensor_parallel, or replicas and ray"),
+        ({"ray": "auto"}, "leave out either tensor_parallel, or replicas and ray"),
+        ({"sampler": "http://b"}, "tensor_parallel=2 divides the engine's own sampler too"),
+        ({"base_url": "http://a"}, "tensor_parallel configures an engine in this process"),
+    ],
+)
+def test_tensor_parallel_excludes_other_places_of_the_engine(other, message):
+    with pytest.raises(UserError, match=message):
+        ServiceClient(**recipe_options(tensor_parallel=2, **other).client_options)
+
+
+def test_rollouts_on_a_cluster_need_ray(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"rollout_processes=ray need Ray.*pip install 'planish\["):
+        rl_basic.main(recipe_options(rollout_processes="ray"))
+
+
+@pytest.mark.parametrize("value", [-1, "all"])
+def test_rollout_processes_are_a_number_or_ray(value):
+    with pytest.raises((UserError, TypeError), match="rollout_processes"):
+        rl_basic.main(recipe_options(rollout_processes=value))

@@ -2,7 +2,6 @@
 computes.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -15,10 +14,10 @@ import pytest
 
 pytest.importorskip("ray", reason="needs planish[ray]; run by make test-extras")
 
-from fleet_runs import WAIT
+from fleet_runs import WAIT, reproducible
 
 from planish.files import read_rows
-from planish.fleet.ray_link import import_ray, leave_cluster, start_cluster
+from planish.fleet.cluster import import_ray, leave_cluster, start_cluster
 from planish.recipes import rl_basic
 from planish.rl.environments.boxed_problems import BoxedProblemEnv
 
@@ -32,7 +31,7 @@ import os, runpy, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from fleet_runs import WAIT, home_of, pid_of
 from planish.fleet.fleet import Fleet
-from planish.fleet.ray_link import import_ray
+from planish.fleet.cluster import import_ray
 from planish.rl.environments.boxed_problems import BoxedProblemEnv
 from planish.runlog.run_directory import RunDirectory
 from test_fleet_recipe import chance
@@ -75,14 +74,6 @@ def cluster() -> Iterator[None]:
     leave_cluster()
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("questions")
-    rows = [{"question": f"What is {n} + 2?", "answer": f"#### {n + 2}"} for n in range(32)]
-    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return directory
-
-
 def run(loss: str, options: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     """Run the recipe in a program of its own, which suffers a loss."""
     arguments = [f"{name}={value}" for name, value in options.items()]
@@ -94,15 +85,6 @@ def run(loss: str, options: dict[str, Any]) -> subprocess.CompletedProcess[str]:
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-
-
-def reproducible(run_directory: Path) -> list[dict[str, Any]]:
-    """Return the rows without times, and without values that depend on prefix caches."""
-    changing = ("time/", "tokens_per_second/", "tokens/prefill", "tokens/cumulative/prefill")
-    return [
-        {k: v for k, v in row.items() if not k.startswith(changing) and "cached" not in k}
-        for row in read_rows(run_directory / "metrics.jsonl")
-    ]
 
 
 def final_weights(run_directory: Path, data_dir: Path) -> bytes:

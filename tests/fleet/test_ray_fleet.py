@@ -1,6 +1,8 @@
 """Fleets of one, two and three replicas on a real Ray cluster of this machine."""
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,17 +34,11 @@ from short_datum import STEP, datum
 
 from planish import EngineClosedError, ModelInput, SamplingParams, ServiceClient, UserError
 from planish.engine.replication import ExportWeights
+from planish.fleet.cluster import import_ray, leave_cluster, start_cluster
 from planish.fleet.fleet import Fleet
 from planish.fleet.link import ReplicaLostError
 from planish.fleet.plan import FleetPlan
-from planish.fleet.ray_link import (
-    RayLink,
-    ReplicaActor,
-    Resources,
-    import_ray,
-    leave_cluster,
-    start_cluster,
-)
+from planish.fleet.ray_link import RayLink, ReplicaActor, Resources
 from planish.fleet.remote_engine import RemoteEngine
 from planish.fleet.replica import Replica
 from planish.service import UnloadModel
@@ -301,13 +297,22 @@ def test_no_replica_is_added_without_a_free_device():
         plan.check_free()
 
 
+def test_a_base_model_that_no_replica_can_hold_is_an_error_before_it_is_loaded(model_dir, tmp_path):
+    shutil.copytree(model_dir, tmp_path / "large")
+    config = json.loads((model_dir / "config.json").read_text())
+    config |= {"num_hidden_layers": 1024, "intermediate_size": 1 << 24}  # 12 TiB
+    (tmp_path / "large" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="does not fit into main memory.*use a smaller base model"):
+        ray_fleet(tmp_path / "large", tmp_path / "data", 1)
+
+
 def test_a_program_waits_for_the_devices_of_one_that_was_killed(monkeypatch):
-    from planish.fleet import ray_link
+    from planish.fleet import cluster
 
     ray = import_ray()
     killed = ray.remote(num_cpus=3)(ReplicaActor).remote()
     ray.get(killed.machine.remote(), timeout=WAIT)
-    free_devices, found = ray_link.free_devices, []
+    free_devices, found = cluster.free_devices, []
 
     def kill_after_look(kind: str) -> int:
         found.append(free_devices(kind))
@@ -316,25 +321,25 @@ def test_a_program_waits_for_the_devices_of_one_that_was_killed(monkeypatch):
         return found[-1]
 
     occupied = 6 - free_devices("CPU")
-    monkeypatch.setattr(ray_link, "free_devices", kill_after_look)
-    monkeypatch.setattr(ray_link, "_FREE_SECONDS", WAIT)
-    assert ray_link.wait_for_devices("CPU", 9 - occupied) == 9 - occupied
+    monkeypatch.setattr(cluster, "free_devices", kill_after_look)
+    monkeypatch.setattr(cluster, "_FREE_SECONDS", WAIT)
+    assert cluster.wait_for_devices("CPU", 9 - occupied) == 9 - occupied
     assert found[0] == 6 - occupied
 
 
 def test_an_address_where_no_ray_answers_is_an_error(monkeypatch):
-    from planish.fleet import ray_link
+    from planish.fleet import cluster
 
     # Ray itself stays as it is: the replicas of other tests use it.
     no_cluster = SimpleNamespace(is_initialized=lambda: False)
-    monkeypatch.setattr(ray_link, "import_ray", lambda: no_cluster)
+    monkeypatch.setattr(cluster, "import_ray", lambda: no_cluster)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         with pytest.raises(UserError, match=f"ray='{address}': no Ray cluster answers"):
-            ray_link.join_cluster(address)
+            cluster.join_cluster(address)
     with pytest.raises(UserError, match="ray='here': give 'auto' or HOST:PORT"):
-        ray_link.join_cluster("here")
+        cluster.join_cluster("here")
 
 
 def test_a_call_after_the_end_of_the_cluster_starts_no_other_cluster():

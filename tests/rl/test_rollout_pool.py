@@ -330,10 +330,10 @@ def test_two_processes_that_die_are_both_replaced(runner, pool, monkeypatch):
         while not process.has_ended:
             await asyncio.sleep(0.005)
 
-    async def start_as_the_first_dies():
+    async def start_as_the_first_dies(start_worker):
         monkeypatch.setattr(RolloutProcess, "start", start)
         await end(first)
-        return await start()
+        return await start(start_worker)
 
     async def run():
         await end(second)
@@ -353,10 +353,10 @@ def test_a_pool_can_be_closed_while_a_process_is_replaced(runner, monkeypatch):
                 await asyncio.sleep(0.005)
             starting = asyncio.Event()
 
-            async def slow_start():
+            async def slow_start(start_worker):
                 starting.set()
                 await asyncio.sleep(0.05)
-                started.append(await start())
+                started.append(await start(start_worker))
                 return started[0]
 
             monkeypatch.setattr(RolloutProcess, "start", slow_start)

@@ -75,10 +75,7 @@ _UNSUPPORTED_FIELDS: Mapping[str, Any] = {
 
 def _client(config: Any) -> ServiceClient:
     return ServiceClient(
-        base_url=config.base_url,
-        replicas=config.replicas,
-        ray=config.ray,
-        display_name=config.session_name or config.wandb_name,
+        display_name=config.session_name or config.wandb_name, **config.client_options
     )
 
 

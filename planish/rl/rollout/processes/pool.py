@@ -15,6 +15,9 @@ would copy locks that the engine's threads hold, and could wait for them forever
 worker imports the main script, so the script must begin its work under
 `if __name__ == "__main__":`.
 
+`RolloutPool.open("ray")` has one worker for each free CPU of a Ray cluster instead. Classes of the
+main script are sent to these workers with the builder, because the workers do not import the script.
+
 When the `async with` block ends, unfinished groups are cancelled and their builders clean up. A
 worker that takes longer than ten seconds is killed. If this process is killed, the workers end too.
 """
@@ -24,12 +27,12 @@ worker that takes longer than ten seconds is killed. If this process is killed, 
 import asyncio
 import logging
 import pickle
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from planish.completers import TokenCompleter, derived_seed
 from planish.errors import UserError
@@ -37,7 +40,13 @@ from planish.logtree.nodes import Node
 from planish.logtree.trace import append
 from planish.rl.limits import TerminationRewardPolicy
 from planish.rl.rollout.group_rollout import describe
-from planish.rl.rollout.processes.process import ProcessDiedError, RolloutProcess
+from planish.rl.rollout.processes.local_worker import LocalWorker
+from planish.rl.rollout.processes.process import (
+    NoRoomError,
+    ProcessDiedError,
+    RolloutProcess,
+    StartWorker,
+)
 from planish.rl.rollout.processes.worker import RolloutRequest, RolloutTask
 from planish.rl.rollout.rollouts import OnTurn
 from planish.rl.rollout.strategy import FailFast, RolloutStrategy
@@ -50,31 +59,53 @@ _COLLECTIONS: tuple[type, ...] = (list, tuple, set, frozenset)
 
 logger = logging.getLogger(__name__)
 
+Dump = Callable[[Any], bytes]
+"""Pickles an object."""
+
 
 class RolloutPool:
     """`max_workers` rollout workers; used as an async context manager."""
 
-    def __init__(self, max_workers: int) -> None:
+    def __init__(
+        self,
+        max_workers: int,
+        start_worker: StartWorker = LocalWorker.start,
+        dump: Dump = pickle.dumps,
+    ) -> None:
+        """`dump` pickles a builder for the workers that `start_worker` starts."""
         if isinstance(max_workers, bool) or not isinstance(max_workers, int) or max_workers < 1:
             raise UserError(f"max_workers={max_workers!r}: give a whole number of at least 1")
         self.max_workers = max_workers
+        self._start_worker = start_worker
+        self._dump = dump
         self._processes: list[RolloutProcess] = []
         self._choosing = asyncio.Lock()
 
     @staticmethod
     @asynccontextmanager
-    async def open(max_workers: int) -> "AsyncGenerator[RolloutPool | None]":
-        """Yield a pool, or None for 0 workers: groups are then rolled out in this process."""
-        if max_workers == 0:
+    async def open(
+        workers: int | Literal["ray"], ray_address: str | None = None
+    ) -> "AsyncGenerator[RolloutPool | None]":
+        """Yield a pool, or None for 0 workers: groups are then rolled out in this process. "ray"
+        stands for as many workers as have room on a Ray cluster (see `open_cluster`).
+        """
+        if workers == 0:
             yield None
             return
-        async with RolloutPool(max_workers) as pool:
+        if workers == "ray":
+            from planish.rl.rollout.processes.ray_worker import RayWorker, dump, open_cluster
+
+            max_workers = await asyncio.to_thread(open_cluster, ray_address)
+            pool = RolloutPool(max_workers, RayWorker.start, dump)
+        else:
+            pool = RolloutPool(workers)
+        async with pool:
             yield pool
 
     async def __aenter__(self) -> Self:
         try:
             for _ in range(self.max_workers):
-                self._processes.append(await RolloutProcess.start())
+                self._processes.append(await RolloutProcess.start(self._start_worker))
         except BaseException:
             await self.close()
             raise
@@ -111,7 +142,7 @@ class RolloutPool:
         `planish.rl.rollout.rollouts.do_group_rollout`.
         """
         strategy = strategy or FailFast()
-        task = pickle_task(RolloutTask(builder, strategy, termination), builder)
+        task = pickle_task(RolloutTask(builder, strategy, termination), builder, self._dump)
         logs = current_log_node()
         rules = strategy.rules(1)
         failures = [] if failures is None else failures
@@ -148,8 +179,16 @@ class RolloutPool:
                 raise UserError("a RolloutPool runs rollouts only in its `async with` block")
             # Look again after each replacement, since another worker may die meanwhile.
             while ended := [process for process in self._processes if process.has_ended]:
-                self._processes[self._processes.index(ended[0])] = await RolloutProcess.start()
-                await ended[0].close()
+                await ended[0].close()  # on a cluster, the next worker needs its place
+                try:
+                    new = [await RolloutProcess.start(self._start_worker)]
+                except NoRoomError as error:
+                    if len(ended) == len(self._processes):
+                        raise
+                    logger.warning("a rollout process is not replaced: %s", error)
+                    new = []
+                index = self._processes.index(ended[0])
+                self._processes[index : index + 1] = new
             return min(self._processes, key=lambda process: process.groups)
 
 
@@ -165,14 +204,14 @@ def current_log_node() -> Node | None:
     return nodes[0] if nodes else None
 
 
-def pickle_task(task: RolloutTask, builder: EnvGroupBuilder) -> bytes:
+def pickle_task(task: RolloutTask, builder: EnvGroupBuilder, dump: Dump = pickle.dumps) -> bytes:
     """Return the pickled task. If the builder cannot be pickled, raise a UserError that names the
     part that cannot.
     """
     try:
-        return pickle.dumps(task)
+        return dump(task)
     except Exception as error:
-        culprit = unpicklable_attribute(builder, type(builder).__qualname__)
+        culprit = unpicklable_attribute(builder, type(builder).__qualname__, dump)
         where = "" if culprit is None else f" because of {culprit}"
         raise UserError(
             f"{type(builder).__qualname__} cannot be sent to a rollout process{where}: {error}; a "
@@ -181,23 +220,25 @@ def pickle_task(task: RolloutTask, builder: EnvGroupBuilder) -> bytes:
         ) from error
 
 
-def unpicklable_attribute(value: Any, name: str, seen: frozenset[int] = frozenset()) -> str | None:
-    """Return the path of the innermost attribute or item of `value` that cannot be pickled; None
-    if `value` can be pickled. `name` is the path of `value` itself.
+def unpicklable_attribute(
+    value: Any, name: str, dump: Dump = pickle.dumps, seen: frozenset[int] = frozenset()
+) -> str | None:
+    """Return the path of the innermost attribute or item of `value` that `dump` cannot pickle; None
+    if it can. `name` is the path of `value` itself.
     """
-    if id(value) in seen or can_be_pickled(value):
+    if id(value) in seen or can_be_pickled(value, dump):
         return None
     for part, inner in attributes_and_items(value, name):
-        found = unpicklable_attribute(inner, part, seen | {id(value)})
+        found = unpicklable_attribute(inner, part, dump, seen | {id(value)})
         if found is not None:
             return found
     return name
 
 
-def can_be_pickled(value: Any) -> bool:
-    """Return whether `pickle.dumps` accepts `value`."""
+def can_be_pickled(value: Any, dump: Dump) -> bool:
+    """Return whether `dump` accepts `value`."""
     try:
-        pickle.dumps(value)
+        dump(value)
     except Exception:  # pickling may raise any error, depending on the class
         return False
     return True

@@ -6,20 +6,16 @@ environments forked can keep it open.
 """
 
 import asyncio
-import atexit
-import multiprocessing
 import pickle
-import signal
 import socket
 import threading
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from multiprocessing.context import SpawnProcess
-from typing import Self
+from typing import Protocol, Self
 
 from planish.completers import TokenCompleter, TokensWithLogprobs
 from planish.errors import UserError
-from planish.processes.interruption import blocked_interrupts, run_uncancelled
-from planish.rl.rollout.processes import worker
+from planish.processes.interruption import run_uncancelled
 from planish.rl.rollout.processes.peer import GRACE_SECONDS, Call, Peer, RolloutProcessError
 from planish.rl.rollout.processes.worker import RolloutRequest, RolloutResult, SampleRequest
 from planish.rl.rollout.rollouts import OnTurn
@@ -32,33 +28,64 @@ class ProcessDiedError(RolloutProcessError):
     """A rollout worker died while it rolled out groups."""
 
 
+class NoRoomError(UserError):
+    """A rollout worker cannot be started, because nothing is left that it could run on."""
+
+
+class Worker(Protocol):
+    """The process of a rollout worker, on this machine (local_worker.py) or on a Ray cluster
+    (ray_worker.py).
+    """
+
+    start_remedy: str
+    """What to look at if the process ends before it is ready."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, if it is known."""
+        ...
+
+    def wait(self) -> str:
+        """Wait until the process has ended. Return how it ended, in words."""
+        ...
+
+    def kill(self) -> None:
+        """End the process at once."""
+        ...
+
+    def close(self) -> None:
+        """Free what belongs to a process that has ended."""
+        ...
+
+
+StartWorker = Callable[[socket.socket], Awaitable[Worker]]
+"""Starts a worker that serves this end of a socket pair (see worker.py). It closes the end here."""
+
+
 class RolloutProcess:
     """One worker and the groups that it rolls out."""
 
-    def __init__(self, process: SpawnProcess, peer: Peer) -> None:
-        self._process = process
+    def __init__(self, worker: Worker, peer: Peer) -> None:
+        self._worker = worker
         self._peer = peer
-        self._exited: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self._exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._supervising = asyncio.create_task(self._supervise())
         threading.Thread(
             target=self._watch, args=(asyncio.get_running_loop(),), daemon=True
         ).start()
 
     @classmethod
-    async def start(cls) -> Self:
+    async def start(cls, start_worker: StartWorker) -> Self:
         """Start a worker and return without waiting for it. Calls can be sent at once; they wait
         until the worker has started.
         """
         parent_socket, worker_socket = socket.socketpair()
-        process = multiprocessing.get_context("spawn").Process(
-            target=worker.main, args=(worker_socket,)
-        )
-        with blocked_interrupts(), worker_socket:
-            process.start()
-        # The worker is not a daemon, because daemons cannot start processes of their own. So kill
-        # it before the interpreter waits for it at exit.
-        atexit.register(process.kill)
-        return cls(process, await Peer.from_socket(parent_socket))
+        try:
+            worker = await start_worker(worker_socket)
+        except BaseException:
+            parent_socket.close()
+            raise
+        return cls(worker, await Peer.from_socket(parent_socket))
 
     @property
     def has_ended(self) -> bool:
@@ -73,7 +100,7 @@ class RolloutProcess:
     @property
     def pid(self) -> int | None:
         """Process id of the worker."""
-        return self._process.pid
+        return self._worker.pid
 
     async def run(
         self, request: RolloutRequest, policy: TokenCompleter, on_turn: OnTurn | None
@@ -110,14 +137,13 @@ class RolloutProcess:
             await asyncio.wait([self._exited], timeout=GRACE_SECONDS)
         finally:
             if not self._exited.done():
-                self._process.kill()
+                self._worker.kill()
             await run_uncancelled(self._release())
 
     async def _release(self) -> None:
         await self._supervising
         await self._peer.close()
-        atexit.unregister(self._process.kill)
-        self._process.close()
+        self._worker.close()
 
     async def _supervise(self) -> None:
         """Receive messages until the worker has ended, then fail the calls in progress. A worker
@@ -130,34 +156,20 @@ class RolloutProcess:
             listening.cancel()
         else:
             await asyncio.wait([self._exited], timeout=GRACE_SECONDS)
-            self._process.kill()
+            self._worker.kill()
         self._peer.fail_calls(self._reason(await self._exited))
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._process.join()
-        code = self._process.exitcode
-        with suppress(RuntimeError):  # the loop is closed, so no task waits for the exit code
-            loop.call_soon_threadsafe(self._exited.set_result, code)
+        how = self._worker.wait()
+        with suppress(RuntimeError):  # the loop is closed, so no task waits for the end
+            loop.call_soon_threadsafe(self._exited.set_result, how)
 
-    def _reason(self, exit_code: int | None) -> Exception:
+    def _reason(self, how: str) -> Exception:
         if not self._peer.is_other_ready:
             return UserError(
-                f"a rollout process ended before it was ready ({describe_exit(exit_code)}); its "
-                "output says why. Each rollout process imports the script that uses it, so its "
-                "work must begin under `if __name__ == '__main__':`"
+                f"a rollout process ended before it was ready ({how}); {self._worker.start_remedy}"
             )
         return ProcessDiedError(
-            f"the rollout process {self.pid} ended during its rollouts "
-            f"({describe_exit(exit_code)}), so its groups failed"
+            f"the rollout process {self.pid} ended during its rollouts ({how}), so its groups "
+            "failed"
         )
-
-
-def describe_exit(exit_code: int | None) -> str:
-    """Return an exit code in words, with the name of the signal if one ended the process."""
-    if exit_code is None or exit_code >= 0:
-        return f"exit code {exit_code}"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        name = f"signal {-exit_code}"
-    return f"{name}, perhaps for lack of memory" if name == "SIGKILL" else name
