@@ -8,6 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from planish import ServiceClient
+from planish.engine import settings as engine_settings
 from planish.errors import UserError
 from planish.files import read_rows
 from planish.recipes import rl_basic
@@ -183,3 +184,31 @@ def test_the_seed_preset_has_the_published_sizes():
         read_options(rl_basic.Options, rl_basic.PRESETS, []).log_path
         == "/tmp/planish-examples/rl_basic"
     )
+
+
+@pytest.mark.slow
+def test_processes_that_share_a_base_model_train_as_one_process_does(
+    model, sums_dataset, tmp_path, monkeypatch
+):
+    async def chance(self, sample_str):
+        return sum(sample_str.encode()) % 2 == 0
+
+    monkeypatch.setattr(BoxedProblemEnv, "check_answer", chance)
+    monkeypatch.setattr(engine_settings, "_cpu_multiplies_bfloat16", lambda: False)
+    monkeypatch.setenv("PLANISH_DATA", str(tmp_path / "data"))
+
+    def trained(name: str, tensor_parallel: int | None) -> list[dict[str, float]]:
+        changes = {"log_path": str(tmp_path / name), "group_size": 4, "learning_rate": 1e-2}
+        run = rl_basic.main(
+            options(model, sums_dataset, tmp_path, tensor_parallel=tensor_parallel, **changes)
+        )
+        measured = ("env/", "test/", "optim/", "tokens/trained")
+        return [
+            {k: v for k, v in row.items() if k.startswith(measured) and "cached" not in k}
+            for row in read_rows(run / "metrics.jsonl")
+        ]
+
+    whole = trained("whole", None)
+    assert any(row.get("tokens/trained") for row in whole)
+    for row, expected in zip(trained("divided", 2), whole, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-6)
