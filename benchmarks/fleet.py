@@ -30,11 +30,11 @@ from workloads import SMALL_WORKLOADS, WORKLOADS, Shape, make_round
 import planish
 from planish.engine.replication import ExportedWeights, ExportWeights
 from planish.files import write_atomically
-from planish.fleet.cluster import import_ray, leave_cluster, start_cluster
 from planish.fleet.fleet import Fleet
 from planish.fleet.link import EngineOptions
 from planish.fleet.ray_link import RayLink, Resources
 from planish.model.sources import DEFAULT_MODEL
+from planish.processes.ray_cluster import import_ray, leave_cluster, start_cluster
 
 SIMULATED = (8, 64, 512)
 NETWORK_BYTES_PER_SECOND = 1.25e9

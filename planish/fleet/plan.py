@@ -10,7 +10,12 @@ import torch
 
 from planish.engine.settings import choose_device
 from planish.errors import UserError
-from planish.fleet.cluster import (
+from planish.fleet.fleet import Fleet
+from planish.fleet.link import EngineOptions
+from planish.fleet.ray_link import RayLink, Resources
+from planish.fleet.served import ServedFleet
+from planish.model.kernels.device import Device
+from planish.processes.ray_cluster import (
     HeadWatch,
     free_devices,
     has_gpus,
@@ -21,11 +26,6 @@ from planish.fleet.cluster import (
     start_cluster,
     wait_for_devices,
 )
-from planish.fleet.fleet import Fleet
-from planish.fleet.link import EngineOptions
-from planish.fleet.ray_link import RayLink, Resources
-from planish.fleet.served import ServedFleet
-from planish.model.kernels.device import Device
 from planish.processes.threads import usable_cpus
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from planish.fleet.cluster import import_ray
 from planish.fleet.host import RequestHandler
 from planish.fleet.link import EngineOptions, Event, ReplicaLostError
+from planish.processes.ray_cluster import import_ray
 
 _NUM_CALLS = 32
 """The number of calls of one replica that can run at once."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import chz
 
 from planish.errors import UnsupportedError, UserError, suggest_arguments
+from planish.processes.ray_cluster import import_ray, join_cluster
 from planish.rl.advantages import ADVANTAGES, AdvantageEstimator
 from planish.rl.limits import TerminationRewardPolicy
 from planish.rl.own_functions import (
@@ -324,8 +325,6 @@ def _check_rollout_processes(config: Config) -> None:
     """Raise UserError if environments cannot run on a Ray cluster."""
     if config.rollout_processes != "ray":
         return
-    from planish.fleet.cluster import import_ray, join_cluster
-
     import_ray()
     if config.replicas is not None and config.ray is None:
         raise UserError(

@@ -19,13 +19,13 @@ from planish import (
     TrainingClient,
 )
 from planish.files import read_rows
-from planish.fleet.cluster import import_ray
 from planish.fleet.fleet import Fleet
 from planish.fleet.link import EngineOptions
 from planish.fleet.ray_link import RayLink, Resources
 from planish.fleet.replica import Replica
 from planish.fleet.served import ServedFleet
 from planish.fleet.start import checked_options
+from planish.processes.ray_cluster import import_ray
 
 WAIT = 240.0
 """Seconds after which a test gives up on a result. A replica may have to be replaced meanwhile."""

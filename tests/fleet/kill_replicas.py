@@ -29,9 +29,9 @@ from typing import Any
 from fleet_runs import SETTINGS, continue_grpo, new_run, pid_of, ray_fleet, wait_until_whole
 
 from planish import EngineClosedError, ServiceClient
-from planish.fleet.cluster import leave_cluster, start_cluster
 from planish.fleet.fleet import Fleet
 from planish.fleet.replica import Replica
+from planish.processes.ray_cluster import leave_cluster, start_cluster
 from planish.testing import tiny_model
 
 SAVE_EVERY = 5

@@ -17,7 +17,7 @@ pytest.importorskip("ray", reason="needs planish[ray]; run by make test-extras")
 from fleet_runs import WAIT, reproducible
 
 from planish.files import read_rows
-from planish.fleet.cluster import import_ray, leave_cluster, start_cluster
+from planish.processes.ray_cluster import import_ray, leave_cluster, start_cluster
 from planish.recipes import rl_basic
 from planish.rl.environments.boxed_problems import BoxedProblemEnv
 
@@ -31,7 +31,7 @@ import os, runpy, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from fleet_runs import WAIT, home_of, pid_of
 from planish.fleet.fleet import Fleet
-from planish.fleet.cluster import import_ray
+from planish.processes.ray_cluster import import_ray
 from planish.rl.environments.boxed_problems import BoxedProblemEnv
 from planish.runlog.run_directory import RunDirectory
 from test_fleet_recipe import chance

@@ -34,13 +34,13 @@ from short_datum import STEP, datum
 
 from planish import EngineClosedError, ModelInput, SamplingParams, ServiceClient, UserError
 from planish.engine.replication import ExportWeights
-from planish.fleet.cluster import import_ray, leave_cluster, start_cluster
 from planish.fleet.fleet import Fleet
 from planish.fleet.link import ReplicaLostError
 from planish.fleet.plan import FleetPlan
 from planish.fleet.ray_link import RayLink, ReplicaActor, Resources
 from planish.fleet.remote_engine import RemoteEngine
 from planish.fleet.replica import Replica
+from planish.processes.ray_cluster import import_ray, leave_cluster, start_cluster
 from planish.service import UnloadModel
 
 pytestmark = [
@@ -307,12 +307,12 @@ def test_a_base_model_that_no_replica_can_hold_is_an_error_before_it_is_loaded(m
 
 
 def test_a_program_waits_for_the_devices_of_one_that_was_killed(monkeypatch):
-    from planish.fleet import cluster
+    from planish.processes import ray_cluster
 
     ray = import_ray()
     killed = ray.remote(num_cpus=3)(ReplicaActor).remote()
     ray.get(killed.machine.remote(), timeout=WAIT)
-    free_devices, found = cluster.free_devices, []
+    free_devices, found = ray_cluster.free_devices, []
 
     def kill_after_look(kind: str) -> int:
         found.append(free_devices(kind))
@@ -321,25 +321,25 @@ def test_a_program_waits_for_the_devices_of_one_that_was_killed(monkeypatch):
         return found[-1]
 
     occupied = 6 - free_devices("CPU")
-    monkeypatch.setattr(cluster, "free_devices", kill_after_look)
-    monkeypatch.setattr(cluster, "_FREE_SECONDS", WAIT)
-    assert cluster.wait_for_devices("CPU", 9 - occupied) == 9 - occupied
+    monkeypatch.setattr(ray_cluster, "free_devices", kill_after_look)
+    monkeypatch.setattr(ray_cluster, "_FREE_SECONDS", WAIT)
+    assert ray_cluster.wait_for_devices("CPU", 9 - occupied) == 9 - occupied
     assert found[0] == 6 - occupied
 
 
 def test_an_address_where_no_ray_answers_is_an_error(monkeypatch):
-    from planish.fleet import cluster
+    from planish.processes import ray_cluster
 
     # Ray itself stays as it is: the replicas of other tests use it.
     no_cluster = SimpleNamespace(is_initialized=lambda: False)
-    monkeypatch.setattr(cluster, "import_ray", lambda: no_cluster)
+    monkeypatch.setattr(ray_cluster, "import_ray", lambda: no_cluster)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         with pytest.raises(UserError, match=f"ray='{address}': no Ray cluster answers"):
-            cluster.join_cluster(address)
+            ray_cluster.join_cluster(address)
     with pytest.raises(UserError, match="ray='here': give 'auto' or HOST:PORT"):
-        cluster.join_cluster("here")
+        ray_cluster.join_cluster("here")
 
 
 def test_a_call_after_the_end_of_the_cluster_starts_no_other_cluster():

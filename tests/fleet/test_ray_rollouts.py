@@ -20,8 +20,8 @@ from rollout_fakes import Draws, Files, Group, Stuck, bad
 from test_rollout_pool import is_alive, wait_for
 
 from planish.errors import UserError
-from planish.fleet import cluster as cluster_module
-from planish.fleet.cluster import import_ray, leave_cluster, start_cluster
+from planish.processes import ray_cluster as cluster_module
+from planish.processes.ray_cluster import import_ray, leave_cluster, start_cluster
 from planish.recipes import rl_basic
 from planish.rl.rollout.processes import ray_worker
 from planish.rl.rollout.processes.pool import RolloutPool

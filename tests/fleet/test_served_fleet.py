@@ -29,8 +29,8 @@ from short_datum import STEP
 
 from planish import ModelInput, PlanishError, SamplingParams, ServiceClient, UserError
 from planish.commands.cli import main
-from planish.fleet.cluster import leave_cluster, start_cluster
 from planish.fleet.served import ServedFleet
+from planish.processes.ray_cluster import leave_cluster, start_cluster
 from planish.server.models.replay import Replay
 from planish.server.options import ServeOptions
 from planish.server.serve import serve
@@ -173,11 +173,11 @@ def test_a_constraint_is_compiled_before_the_request_is_submitted(make_client):
 def test_invalid_options_are_errors_before_the_server_starts(
     options, message, model_dir, tmp_path, monkeypatch
 ):
-    from planish.fleet import cluster
+    from planish.processes import ray_cluster
 
     # Ray itself stays as it is: the replicas of other tests use it.
     no_cluster = SimpleNamespace(is_initialized=lambda: False)
-    monkeypatch.setattr(cluster, "import_ray", lambda: no_cluster)
+    monkeypatch.setattr(ray_cluster, "import_ray", lambda: no_cluster)
     with pytest.raises(UserError, match=message):
         serve(ServeOptions(port=0, data_dir=tmp_path, models={"tiny": str(model_dir)}, **options))
 

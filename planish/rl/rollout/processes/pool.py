@@ -47,6 +47,7 @@ from planish.rl.rollout.processes.process import (
     RolloutProcess,
     StartWorker,
 )
+from planish.rl.rollout.processes.ray_worker import RayWorker, dump, open_cluster
 from planish.rl.rollout.processes.worker import RolloutRequest, RolloutTask
 from planish.rl.rollout.rollouts import OnTurn
 from planish.rl.rollout.strategy import FailFast, RolloutStrategy
@@ -93,8 +94,6 @@ class RolloutPool:
             yield None
             return
         if workers == "ray":
-            from planish.rl.rollout.processes.ray_worker import RayWorker, dump, open_cluster
-
             max_workers = await asyncio.to_thread(open_cluster, ray_address)
             pool = RolloutPool(max_workers, RayWorker.start, dump)
         else:

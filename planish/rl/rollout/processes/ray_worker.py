@@ -14,13 +14,13 @@ import threading
 from contextlib import suppress
 from typing import Any, Self
 
-from planish.fleet.cluster import (
+from planish.processes.interruption import run_uncancelled
+from planish.processes.ray_cluster import (
     free_devices,
     import_ray,
     join_cluster,
     wait_for_devices,
 )
-from planish.processes.interruption import run_uncancelled
 from planish.rl.rollout.processes.peer import BUFFER_BYTES
 from planish.rl.rollout.processes.process import NoRoomError
 from planish.rl.rollout.processes.ray_actor import RolloutActor
