@@ -27,6 +27,8 @@ The largest block sizes of the kernels are chosen for this amount.
 """
 SHARED_MARGIN = 2 << 10
 """The bytes of shared memory left free, because compilers add a varying small amount."""
+SHARED_RESERVE = 1 << 10
+"""The bytes of shared memory of a multiprocessor that each program takes in addition to its own."""
 PAIRS_OF_LARGE_TILE = 64
 """The mean number of pairs of an expert from which tiles have 128 pairs."""
 
@@ -42,6 +44,16 @@ def shared_memory(device: torch.device) -> int:
 def power_of_two(least: int) -> int:
     """Return the smallest power of two that is at least `least`."""
     return 1 << (least - 1).bit_length()
+
+
+def quotient(n: int, size: int) -> int:
+    """Return n / size, rounded up."""
+    return -(-n // size)
+
+
+def are_contiguous(*tensors: torch.Tensor | None) -> bool:
+    """Return whether all given tensors are contiguous."""
+    return all(tensor is None or tensor.is_contiguous() for tensor in tensors)
 
 
 @cache

@@ -42,6 +42,7 @@ from torch import Tensor
 from planish.model.kernels.triton.common import (
     HOPPER_SHARED,
     SHARED_MARGIN,
+    SHARED_RESERVE,
     bound,
     dot,
     power_of_two,
@@ -385,14 +386,14 @@ class Heads:
     def decode_options(self) -> dict[str, Any]:
         """The compile-time constants and launch options of the decoding kernel."""
         wide, narrow = (_tile(rows * self.group) for rows in (self.lane, 1))
-        # Many small blocks in flight hide the memory latency, and two or three programs fit on a
-        # multiprocessor.
-        block_n, warps, stages = (
-            (16, 8, 2) if self._is_wide else (64 if self.block_e <= 64 else 32, 4, 4)
-        )
-        stages = min(stages, 3) if self.block_e > 128 else stages
-        while stages > 1 and not self._is_wide and not self._fits(wide, block_n, stages):
-            stages -= 1
+        block_n, warps, stages = 16, 8, 2
+        if not self._is_wide:
+            # Many small blocks in flight hide the memory latency.
+            block_n, warps = 64 if self.block_e <= 64 else 32, 4
+            stages = self._decode_stages(wide, block_n, programs=2)
+            if stages < 2:
+                # A multiprocessor runs one program, which then has the warps of two.
+                warps, stages = 8, max(1, self._decode_stages(wide, block_n, programs=1))
         options = {
             "WIDE_M": wide,
             "NARROW_M": narrow,
@@ -401,6 +402,21 @@ class Heads:
             "num_stages": stages,
         }
         return {**self._shape, **options}
+
+    def _decode_stages(self, num_rows: int, keys: int, programs: int) -> int:
+        """Return the stages with which so many programs of the decoding kernel run at the same time.
+
+        The result is 0 if they do not fit in the shared memory of a multiprocessor, which is that
+        of a program and the reserve of one. One stage less than that is in shared memory, beside
+        the queries and the weights.
+        """
+        limit = (self.shared + SHARED_RESERVE) // programs - SHARED_RESERVE
+        most = 3 if self.block_e > 128 else 4
+        for stages in range(most, 0, -1):
+            numbers = (num_rows + 2 * keys * (stages - 1)) * self.block_e + num_rows * keys
+            if numbers * self.dtype.itemsize <= limit - SHARED_MARGIN:
+                return stages
+        return 0
 
     @cached_property
     def prefill_options(self) -> dict[str, Any]:

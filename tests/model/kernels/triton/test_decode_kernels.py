@@ -93,12 +93,24 @@ def test_block_sizes_follow_the_shared_memory_of_a_gpu():
     """The sizes for an H100 must not change when other GPUs are added."""
     found = [
         (heads.prefill_options["BLOCK_M"], heads.prefill_options["BLOCK_N"],
-         heads.prefill_options["num_stages"], heads.decode_options["num_stages"])
+         heads.prefill_options["num_stages"], heads.decode_options["num_stages"],
+         heads.decode_options["num_warps"])
         for size in (128, 256)
         for shared in (232_448, 101_376, 65_536)
         for heads in [Heads(8, 4, size, torch.bfloat16, shared)]
     ]  # fmt: skip
     assert found == [
-        (128, 64, 3, 4), (64, 64, 2, 4), (64, 32, 2, 3),
-        (64, 32, 2, 3), (64, 32, 2, 2), (32, 32, 1, 1),
+        (128, 64, 3, 4, 4), (64, 64, 2, 3, 4), (64, 32, 2, 2, 4),
+        (64, 32, 2, 3, 4), (64, 32, 2, 3, 8), (32, 32, 1, 2, 8),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [64, 80, 128, 192, 256])
+def test_a_multiprocessor_with_99_kib_decodes_with_eight_warps(size):
+    """These are the cards with compute capability 8.6, 8.9 and 12.0."""
+    heads = Heads(8, 4, size, torch.bfloat16, 101_376)
+    options = heads.decode_options
+    tiles = (options["WIDE_M"] + 2 * options["BLOCK_N"] * (options["num_stages"] - 1)) * 2
+    programs = 102_400 // (tiles * heads.block_e + 1024)
+    assert programs * options["num_warps"] >= 8
+    assert options["num_stages"] > 1
