@@ -1,10 +1,11 @@
 """The output head: logits, and logprobs of chosen tokens with their gradients, in bounded memory.
 
-On a CPU a bfloat16 matmul returns bfloat16, which rounds a logit of magnitude 30 by up to 0.06.
-Logprobs would have the same error. So two kinds of logits are recomputed as float32 dot products:
+A bfloat16 matmul returns bfloat16, which rounds a logit of magnitude 30 by up to 0.06. Logprobs
+would have the same error. So two kinds of logits are recomputed as float32 dot products:
 those of the scored targets, and those of the most likely tokens of each row, which dominate the
-log-sum-exp. The other logits stay rounded, because their errors average out in the sum. The
-sampler and the trainer both use this module, so their logits agree.
+log-sum-exp. The other logits stay rounded, because their errors average out in the sum. On a GPU
+the sampler's logits are float32, because a decoding step has few of them. The sampler and the
+trainer both use this module, so their logits agree.
 
 The base head is frozen. Gradients go to the hidden states and to the LoRA factors of the head.
 
@@ -42,7 +43,7 @@ def head_logits(
     """
     lora = backend.head_adapters(adapters, hidden) if adapters else None
     logits = _logits(backend, hidden, head, lora)
-    if not _is_rounded(backend):
+    if not _is_rounded(backend.logits_dtype):
         return logits.float()
     float32_logits = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     k = min(_NUM_EXACT_LOGITS, logits.shape[1])
@@ -99,7 +100,7 @@ def scored_logprobs(
     adapter that all rows use. `rows`, `targets`: int64 [P]. A row may have several targets.
 
     Rows whose logprobs get a zero gradient cost nothing in the backward pass. The logits (R * V
-    entries in `Backend.logits_dtype`) are stored for the backward pass, or recomputed if
+    entries in `Backend.training_logits_dtype`) are stored for the backward pass, or recomputed if
     `recompute`.
     """
     matrices = (None, None) if lora is None else (lora.a, lora.b_matrices[0])
@@ -141,7 +142,7 @@ class _ScoringCall:
         The exact values then replace the rounded logits at `tokens`.
         """
         logits = _logits(self.backend, hidden, self.head, lora, training=True)
-        if not _is_rounded(self.backend):
+        if not _is_rounded(self.backend.training_logits_dtype):
             return [logits]
         k = min(_NUM_EXACT_LOGITS, logits.shape[1])
         tokens, exact = self.backend.top_logits(hidden, self.head, lora, logits, k)
@@ -182,7 +183,7 @@ class _ScoredLogprobs(torch.autograd.Function):
         call: _ScoringCall = ctx.call
         pairs = _NonzeroPairs(rows, targets, grad / call.temperature)
         grads = _HeadGrads(hidden, call, ctx.lora)
-        tensors_per_chunk = 3 if _is_rounded(call.backend) else 1
+        tensors_per_chunk = 3 if _is_rounded(call.backend.training_logits_dtype) else 1
         for number, chunk in enumerate(_chunks(hidden.shape[0], call.backend.head_rows)):
             row_indices = pairs.distinct_rows(chunk)
             if row_indices.numel() == 0:
@@ -283,7 +284,7 @@ def _logits(
     lora: HeadAdapters | None,
     training: bool = False,
 ) -> Tensor:
-    """Return the logits [R, V] of the base model plus the adapters, in `Backend.logits_dtype`."""
+    """Return the logits [R, V] of the base model plus the adapters (see `Head.base_logits`)."""
     logits = backend.base_logits(hidden, head, training=training)
     if lora is not None:
         lora.add_(logits)
@@ -336,9 +337,9 @@ def _cap_slopes(backend: Backend, logits: Tensor, rows: Tensor | None = None) ->
     return 1 - (chosen.float() / cap).square_()
 
 
-def _is_rounded(backend: Backend) -> bool:
+def _is_rounded(logits_dtype: torch.dtype) -> bool:
     """Return whether logits have fewer bits than float32."""
-    return backend.logits_dtype.itemsize < 4
+    return logits_dtype.itemsize < 4
 
 
 def _exact_logits_of(stored_tensors: list[Tensor]) -> tuple[Tensor, Tensor] | None:

@@ -34,7 +34,7 @@ _GROUPS = {
     "matmuls": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "_bit_kernel", "dequant", "mm"),
     "attention": ("_pieces_kernel", "_combine_kernel", "_prefill_kernel", "_keep_kernel"),
     "adapters": ("shrink_kernel", "expand_kernel"),
-    "logits": ("_split_sums", "_row_sums", "_sample", "softmax", "filter_kernel"),
+    "logits": ("_split_sums", "_row_sums", "_sample", "softmax", "filter_kernel", "token_logits"),
 }
 """Parts of kernels' names, by the part of `decode_estimate` that bounds their sum."""
 

@@ -36,8 +36,10 @@ LAUNCH_SECONDS = 5e-6
 """The host's time to launch a kernel without a CUDA graph."""
 HOST_STEP_SECONDS, HOST_ROW_SECONDS = 0.6e-3, 3.3e-6
 """The host's time for a decoding step, and for each of its rows."""
-DECODE_LOGIT_PASSES, TRAIN_LOGIT_PASSES = 11, 8
-"""How often logits in float32 pass through the memory."""
+DECODE_LOGIT_PASSES, TRAIN_LOGIT_PASSES = 11, 10
+"""How often logits pass through the memory: float32 ones in decoding, and those of training in the
+model's dtype.
+"""
 RANK = 32
 """The default rank of adapters."""
 
@@ -220,7 +222,9 @@ def training_estimate(
     parts = {
         "matmuls": matmul_flops / (card.matmul_rate * MATMUL_SHARE),
         "attention": attention_flops / (card.matmul_rate * ATTENTION_SHARE),
-        "logits": TRAIN_LOGIT_PASSES * 4.0 * tokens * config.vocab_size / bandwidth,
+        "logits": TRAIN_LOGIT_PASSES
+        * float(card.dtype.itemsize * tokens * config.vocab_size)
+        / bandwidth,
     }
     if scheme is not None:
         parts["dequantization"] = batches * work.linear_weights * moved / bandwidth

@@ -17,6 +17,7 @@ from planish.engine.kernel_check.comparison import Comparison, compare
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import reference_backend
 from planish.model.kernels.self_test_process import WrongResultError
+from planish.model.lora import LoraMatrices
 from planish.model.quantization import Fp8Weight, Mxfp4Weight, QuantizedWeight, quantize
 from planish.model.weight_sizes import SCHEMES
 from planish.types import SamplingParams
@@ -29,7 +30,7 @@ _PARTS = {
     "norms": ("norms", "qk_norm_rope"),
     "rope": ("rope", "qk_norm_rope"),
     "swiglu": ("activations",),
-    "log_sum_exp": ("log_sum_exp", "sampling"),
+    "log_sum_exp": ("log_sum_exp", "head", "sampling"),
     "sampling": ("head", "sampling"),
     "decode": ("attention", "lora"),
     "delta_net": ("recurrences",),
@@ -91,6 +92,7 @@ class OperationCheck:
             # row 1.
             logits[0, -1], logits[1, 0] = 40.0, 40.0
             self._log_sum_exp(logits)
+            self._exact_logits(vocab_size)
             self.choose(logits[2:].contiguous())
             self._sample_weights(vocab_size)
         self._filter(vocab_sizes[0])
@@ -115,6 +117,34 @@ class OperationCheck:
         self.backend.log_sum_exp_backward_(
             logits.clone(), TEMPERATURE, total.float(), first, targets, grads
         )
+
+    def _exact_logits(self, vocab_size: int) -> None:
+        """Check single logits, and the log-sum-exp of rounded logits in which they replace others.
+
+        Some values are far from the logits that they replace.
+        """
+        width, rank, num_rows = self.config.hidden_size, 8, 9
+        backend, hidden = self.backend, self.random(num_rows, width)
+        head = backend.pack([self.random(vocab_size, width) * width**-0.5])
+        rows = torch.arange(num_rows, device=hidden.device).repeat_interleave(2)
+        tokens = self.random_ints(vocab_size, len(rows))
+        tokens[:2] = torch.tensor([0, vocab_size - 1])
+        tokens[3::2] = (tokens[2::2] + vocab_size // 2) % vocab_size  # no row has a token twice
+        a, b = self.random(rank, width) * width**-0.5, self.random(vocab_size, rank)
+        for adapters in (
+            None,
+            backend.head_adapters([(0, num_rows, LoraMatrices(a, (b,)))], hidden),
+            backend.head_adapters([(1, num_rows - 2, LoraMatrices(a, (b,)))], hidden),
+        ):
+            values = backend.token_logits(hidden, head, adapters, rows, tokens)
+        exact = tokens.view(num_rows, 2), values.float().view(num_rows, 2) + 8
+        logits = (4 * self.random(num_rows, vocab_size)).to(backend.training_logits_dtype)
+        temperatures = torch.full((num_rows,), TEMPERATURE, device=logits.device)
+        total = backend.log_sum_exp(logits, temperatures, exact)
+        first = 2 * torch.arange(num_rows + 1, device=logits.device)
+        grads = self.random(len(rows), dtype=torch.float32)
+        operands = (TEMPERATURE, total, first, tokens.flip(0), grads, exact)
+        backend.log_sum_exp_backward_(logits, *operands)
 
     def choose(self, logits: Tensor) -> None:
         """Check sampling at uniform numbers in the middle of the most likely tokens."""

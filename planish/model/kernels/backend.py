@@ -157,6 +157,7 @@ class Backend:
 
         head, log_sum_exp, sampling = parts.head, parts.log_sum_exp, parts.sampling
         self.logits_dtype, self.head_rows = head.logits_dtype, head.head_rows
+        self.training_logits_dtype = head.training_logits_dtype
         self.base_logits, self.head_adapters = head.base_logits, head.head_adapters
         self.top_logits, self.token_logits = head.top_logits, head.token_logits
         self.log_sum_exp = log_sum_exp.log_sum_exp

@@ -56,6 +56,7 @@ from planish.model.kernels.triton.parts import (
     TritonWeightSampler,
     elementwise_kernels,
     expert_kernels,
+    single_logits,
     weight_filter,
 )
 
@@ -242,6 +243,9 @@ def _triton_parts(
         parts = replace(parts, expert_kernels=expert_kernels())
     if "log_sum_exp" in families:
         parts = replace(parts, log_sum_exp=TritonLogSumExp())
+        if tiling is None and dtype == torch.bfloat16:
+            head = TorchHead(matmuls, dtype, device, tilings, single_logits())
+            parts = replace(parts, head=head)
     if "sampling" not in families:
         return replace(parts, sampling=TorchSampling(parts.log_sum_exp, device))
     sampling = TorchSampling(parts.log_sum_exp, device, TritonWeightSampler(), weight_filter())

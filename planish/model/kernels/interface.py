@@ -432,11 +432,21 @@ class HeadAdapters(Protocol):
         ...
 
 
+SingleLogits = Callable[[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None], Tensor]
+"""A function that returns single logits [P] in float32 (see `Head.token_logits`).
+
+Its arguments are the hidden states [R, D], the weight [V, D], the rows and the tokens of the pairs,
+and perhaps the LoRA hidden states [R, r or more] and B [V, r] of the adapter of all rows.
+"""
+
+
 class Head(Protocol):
     """The logits of the LM head."""
 
     logits_dtype: torch.dtype
-    """The dtype in which logits are computed, and stored for the backward pass."""
+    """The dtype of the sampler's logits."""
+    training_logits_dtype: torch.dtype
+    """The dtype of the trainer's logits, in which they are stored for the backward pass."""
     head_rows: int
     """The number of rows whose logits the trainer computes at a time.
 
@@ -444,9 +454,9 @@ class Head(Protocol):
     """
 
     def base_logits(self, hidden: Tensor, head: PackedLinear, *, training: bool = False) -> Tensor:
-        """Return the logits [R, V] of the base model in `logits_dtype`. `hidden`: [R, D].
+        """Return the logits [R, V] of the base model. `hidden`: [R, D].
 
-        On a GPU, torch computes them in float32.
+        Their dtype is `training_logits_dtype` if `training`, and otherwise `logits_dtype`.
         """
         ...
 

@@ -102,7 +102,7 @@ class ShardedDecoder:
         attend: Attend,
         adapters: LoraWeights | AdapterBatch | None,
         *,
-        recompute: bool = False,
+        layers_per_checkpoint: int = 0,
         recurrence: Recurrence | None = None,
     ) -> Tensor:
         """Return the last hidden states [T, D] (see `BaseDecoder`)."""
@@ -115,9 +115,13 @@ class ShardedDecoder:
             adapter_ids, adapters = adapters.ids, adapters.local
         has_grad = torch.is_grad_enabled()
         message = (tokens.tolist(), positions.tolist(), attend.message, adapter_ids)
-        with self._group.running("forward", *message, recompute, has_grad):
+        with self._group.running("forward", *message, layers_per_checkpoint, has_grad):
             hidden = self._decoder.forward(
-                tokens, positions, attend.local, adapters, recompute=recompute
+                tokens,
+                positions,
+                attend.local,
+                adapters,
+                layers_per_checkpoint=layers_per_checkpoint,
             )
         if not hidden.requires_grad:
             return hidden
@@ -448,10 +452,11 @@ class _ShardedHead:
         """`head`: rank 0's part of the head's weights."""
         self._local, self._head, self._group, self._collectives = local, head, group, collectives
         self.logits_dtype, self.head_rows = local.logits_dtype, local.head_rows
+        self.training_logits_dtype = local.training_logits_dtype
         self.head_adapters = local.head_adapters
 
     def base_logits(self, hidden: Tensor, head: PackedLinear, *, training: bool = False) -> Tensor:
-        """Return the logits [R, V] of the base model in `logits_dtype`. `hidden`: [R, D]."""
+        """Return the logits [R, V] of the base model. `hidden`: [R, D]."""
         with self._group.running("base_logits", len(hidden), training):
             hidden = self._collectives.broadcast(hidden)
             logits = self._local.base_logits(hidden, self._head, training=training)

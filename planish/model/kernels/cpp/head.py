@@ -285,6 +285,7 @@ class CppHead:
         """
         self._fallback, self._tiling, self._has_single_logits = fallback, tiling, has_single_logits
         self.logits_dtype, self.head_rows = fallback.logits_dtype, fallback.head_rows
+        self.training_logits_dtype = fallback.training_logits_dtype
         self.base_logits = fallback.base_logits
 
     def head_adapters(

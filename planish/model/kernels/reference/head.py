@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from planish.model.kernels.device import Device
-from planish.model.kernels.interface import ExactLogits, HeadAdapters, Matmuls
+from planish.model.kernels.interface import ExactLogits, HeadAdapters, Matmuls, SingleLogits
 from planish.model.kernels.linear import PackedLinear
 from planish.model.kernels.reference.elementwise import accum_dtype
 from planish.model.kernels.row_tiling import RowTiling, RowTilings, row_slices
@@ -30,18 +30,29 @@ class TorchHead:
     """The logits of the LM head (see `Head`)."""
 
     def __init__(
-        self, matmuls: Matmuls, dtype: torch.dtype, device: torch.device, tilings: RowTilings
+        self,
+        matmuls: Matmuls,
+        dtype: torch.dtype,
+        device: torch.device,
+        tilings: RowTilings,
+        single_logits: SingleLogits | None = None,
     ) -> None:
-        """`matmuls`: compute the logits of all tokens. `dtype`: the dtype of the model."""
+        """`matmuls`: compute the logits of all tokens. `dtype`: the dtype of the model.
+
+        `single_logits`: a kernel for single logits in float32. With it, the trainer's logits on a
+        GPU have the model's dtype, because recomputing the largest ones then costs little.
+        """
         is_gpu = Device(device).is_gpu
         self._matmul, self._dtype, self._tilings = matmuls.matmul, dtype, tilings
         self.logits_dtype = torch.promote_types(dtype, torch.float32) if is_gpu else dtype
+        self.training_logits_dtype = self.logits_dtype if single_logits is None else dtype
+        self._single_logits = single_logits
         self.head_rows = _HEAD_ROWS[is_gpu]
         self._gathered_entries = _GATHERED_ENTRIES[is_gpu]
 
     def base_logits(self, hidden: Tensor, head: PackedLinear, *, training: bool = False) -> Tensor:
-        """Return the logits [R, V] of the base model in `logits_dtype`. `hidden`: [R, D]."""
-        if self.logits_dtype == self._dtype:
+        """Return the logits [R, V] of the base model. `hidden`: [R, D]."""
+        if self._dtype == (self.training_logits_dtype if training else self.logits_dtype):
             return self._matmul(hidden, head, training=training)
 
         def float32_matmul(hidden: Tensor) -> Tensor:
@@ -85,6 +96,8 @@ class TorchHead:
         tokens: Tensor,
     ) -> Tensor:
         """Return single logits [P] in float32 or wider, as sums of elementwise products."""
+        if self._single_logits is not None:
+            return self._kernel_logits(self._single_logits, hidden, head, adapters, rows, tokens)
         out = torch.empty(rows.shape[0], dtype=accum_dtype(hidden), device=hidden.device)
         for pair_slice in row_slices(
             rows.shape[0], max(1, self._gathered_entries // hidden.shape[1])
@@ -96,6 +109,22 @@ class TorchHead:
             out[pair_slice] = (x * weight).sum(-1)
             if adapters is not None:
                 adapters.add_single_(out[pair_slice], rows[pair_slice], tokens[pair_slice])
+        return out
+
+    def _kernel_logits(
+        self,
+        kernel: SingleLogits,
+        hidden: Tensor,
+        head: PackedLinear,
+        adapters: HeadAdapters | None,
+        rows: Tensor,
+        tokens: Tensor,
+    ) -> Tensor:
+        """Return single logits [P] of a kernel, which also applies an adapter that all rows use."""
+        lora = adapters.lora_of_all_rows if isinstance(adapters, TorchHeadAdapters) else None
+        out = kernel(hidden, head.weight, rows, tokens, lora)
+        if adapters is not None and lora is None:
+            adapters.add_single_(out, rows, tokens)
         return out
 
 
@@ -114,6 +143,15 @@ class TorchHeadAdapters:
     ) -> None:
         self._tiling, self._adapter_ranges = tiling, adapter_ranges
         self.hidden = self._lora_hidden(x) if lora_hidden is None else lora_hidden
+
+    @property
+    def lora_of_all_rows(self) -> tuple[Tensor, Tensor] | None:
+        """The LoRA hidden states [R, r or more] and B [V, r] if all rows use one adapter."""
+        if len(self._adapter_ranges) != 1:
+            return None
+        start, stop, lora = self._adapter_ranges[0]
+        is_whole = (start, stop) == (0, len(self.hidden))
+        return (self.hidden, lora.b_matrices[0]) if is_whole else None
 
     def _lora_hidden(self, x: Tensor) -> Tensor:
         ranks = [lora.rank for _, _, lora in self._adapter_ranges]

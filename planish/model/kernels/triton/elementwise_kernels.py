@@ -1,4 +1,4 @@
-"""Triton kernels of the norms, RoPE, SwiGLU, log-sum-exp and sampling.
+"""Triton kernels of the norms, RoPE and SwiGLU.
 
 They correspond to the C++ functions in cpp/ops.py; `Backend` documents the operations.
 
@@ -11,8 +11,7 @@ specialized, so every batch size runs the same compiled kernel.
 Some kernels overwrite their input. So a tile has at least as many entries as its program has
 threads: each entry then belongs to one thread, and no thread reads what another has overwritten.
 
-Shapes: T rows, D hidden, H heads, E head_dim, R rows and V vocabulary of the head, S splits of a
-vocabulary.
+Shapes: T rows, D hidden, H heads, E head_dim.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -26,16 +25,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from planish.model.kernels.interface import ExactLogits
-from planish.model.kernels.triton.common import power_of_two, rounded
+from planish.model.kernels.triton.common import are_contiguous, power_of_two, quotient, rounded
 
 _TILE = 1024
 """The entries per tile of elementwise kernels: 8 (16 bytes of bf16) for each of 128 threads."""
-_SPLIT = 4096
-"""The maximum number of vocabulary entries per program: 16 for each of 256 threads.
-
-A single row of 150,000 entries then still occupies 37 programs.
-"""
 
 
 @triton.jit
@@ -60,12 +53,12 @@ def rms_norm(
     """Do the same as `Norms.rms_norm`, with outputs in `dtype`."""
     assert x.dtype == torch.float32
     x = x.contiguous()
-    assert _are_contiguous(residual, weight)
+    assert are_contiguous(residual, weight)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale = torch.empty(x.shape[:-1], device=x.device)
     total = x if residual is None or in_place else torch.empty_like(x)
     rows, block, warps = _norm_tile(x.shape[-1])
-    grid = (_quotient(scale.numel(), rows),)
+    grid = (quotient(scale.numel(), rows),)
     _rms_norm[grid](
         x,
         residual,
@@ -88,10 +81,10 @@ def rms_norm_backward(
 ) -> Tensor:
     """Do the same as `Norms.rms_norm_backward`. `x`: the sum that was normed."""
     grad, grad_total = grad.contiguous(), None if grad_total is None else grad_total.contiguous()
-    assert _are_contiguous(x, weight, scale)
+    assert are_contiguous(x, weight, scale)
     out = torch.empty_like(x)
     rows, block, warps = _norm_tile(x.shape[-1])
-    grid = (_quotient(scale.numel(), rows),)
+    grid = (quotient(scale.numel(), rows),)
     _rms_norm_backward[grid](
         grad,
         x,
@@ -179,12 +172,12 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tenso
     rows, heads, e = x.shape
     assert x.stride(2) == 1
     assert heads == 1 or x.stride(1) == e
-    assert _are_contiguous(cos, sin)
+    assert are_contiguous(cos, sin)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = power_of_two(e // 2)
     group = max(1, _TILE // block)
     sign = -1.0 if inverse else 1.0
-    grid = (_quotient(rows * heads, group),)
+    grid = (quotient(rows * heads, group),)
     _rotate[grid](
         x, x.stride(0), cos, sin, sign, out, rows * heads, heads, e // 2, GROUP=group, BLOCK=block
     )
@@ -220,14 +213,14 @@ def qk_norm_rope(
     sin: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Do the same as `QkNormRope.qk_norm_rope`, in one kernel."""
-    assert _are_contiguous(qkv, cos, sin, *(norms or ()))
+    assert are_contiguous(qkv, cos, sin, *(norms or ()))
     rows, width = qkv.shape
     e = width // (heads[0] + 2 * heads[1])
     q, k = (torch.empty(rows, count, e, dtype=qkv.dtype, device=qkv.device) for count in heads)
     block = power_of_two(e // 2)
     group = max(1, _TILE // block)
     q_norm, k_norm = norms or (None, None)
-    grid = (rows, _quotient(sum(heads), group))
+    grid = (rows, quotient(sum(heads), group))
     _qk_norm_rope[grid](
         qkv,
         width,
@@ -297,7 +290,7 @@ def _qk_norm_rope(
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Do the same as `Activations.swiglu`."""
-    assert _are_contiguous(gate_up)
+    assert are_contiguous(gate_up)
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     _swiglu[_tiles(out)](gate_up, out, out.shape[1], BLOCK=_TILE)
     return out
@@ -306,14 +299,14 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     """Do the same as `Activations.swiglu_backward`."""
     grad = grad.contiguous()
-    assert _are_contiguous(gate_up)
+    assert are_contiguous(gate_up)
     out = torch.empty_like(gate_up)
     _swiglu_backward[_tiles(grad)](grad, gate_up, out, grad.shape[1], BLOCK=_TILE)
     return out
 
 
 def _tiles(x: Tensor) -> tuple[int, int]:
-    return x.shape[0], _quotient(x.shape[1], _TILE)
+    return x.shape[0], quotient(x.shape[1], _TILE)
 
 
 @triton.jit
@@ -341,223 +334,3 @@ def _swiglu_backward(grad, gate_up, out, width, BLOCK: tl.constexpr):
     slope = gate * share * (1.0 - share) + share
     tl.store(out + at, rounded(given * up * slope, out.dtype.element_ty), mask=inside)
     tl.store(out + at + width, rounded(given * (gate * share), out.dtype.element_ty), mask=inside)
-
-
-# ----------------------------------------------------------------------------
-# the head
-
-
-def log_sum_exp(
-    logits: Tensor,
-    temperature: Tensor,
-    exact: ExactLogits | None = None,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """Do the same as `LogSumExp.log_sum_exp`, for logits that need no correction by `exact`.
-
-    A first kernel computes the max and the sum of each split of a row, and a second kernel combines
-    them. One program per row would leave most of a GPU idle if there are few rows.
-    """
-    assert exact is None, "exact must be None: logits are already computed in float32 on a GPU"
-    assert _are_contiguous(logits, temperature, weights)
-    assert weights is None or weights.dtype == torch.float32
-    (rows, vocab), block = logits.shape, _split(logits)
-    splits = _quotient(vocab, block)
-    out = torch.empty(rows, device=logits.device)
-    split_maxima, sums = (torch.empty(rows, splits, device=logits.device) for _ in range(2))
-    warps = block // 512
-    _split_sums[rows, splits](
-        logits, temperature, split_maxima, sums, vocab, BLOCK=block, num_warps=warps
-    )
-    _row_sums[rows, splits if weights is not None else 1](
-        logits,
-        temperature,
-        split_maxima,
-        sums,
-        weights,
-        out,
-        vocab,
-        SPLITS=splits,
-        SPLIT_BLOCK=power_of_two(splits),
-        BLOCK=block,
-        num_warps=warps if weights is not None else 1,
-    )
-    return out
-
-
-def log_sum_exp_backward_(
-    logits: Tensor,
-    temperature: float,
-    log_total: Tensor,
-    first: Tensor,
-    targets: Tensor,
-    grads: Tensor,
-    exact: ExactLogits | None = None,
-) -> None:
-    """Do the same as `LogSumExp.log_sum_exp_backward_`, without a correction by `exact`."""
-    assert exact is None, "exact must be None: logits are already computed in float32 on a GPU"
-    assert _are_contiguous(logits, log_total, first, targets, grads)
-    (rows, vocab), block = logits.shape, _split(logits)
-    grid = (rows, _quotient(vocab, block))
-    _normalizers_backward[grid](
-        logits,
-        temperature,
-        log_total,
-        first,
-        targets,
-        grads,
-        vocab,
-        BLOCK=block,
-        num_warps=block // 512,
-    )
-
-
-def _split(logits: Tensor) -> int:
-    """Return the number of entries of a row per program."""
-    return min(_SPLIT, max(_TILE, power_of_two(logits.shape[1])))
-
-
-@triton.jit
-def _exp_below(x, row_max):
-    """Return exp(x - row_max), where `row_max` is at least the max of x.
-
-    The result is 0 if the row_max is -inf, and NaN if the row_max is +inf.
-    """
-    below = x - tl.where(tl.abs(row_max) < float("inf"), row_max, 0.0)
-    return tl.exp(tl.where(below > 0.0, float("nan"), below))
-
-
-@triton.jit
-def _scaled(logits, temperature, column, vocab):
-    """Return entries of a row divided by the temperature, and -inf after the end of the row."""
-    entries = tl.load(logits + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
-    return tl.div_rn(entries, temperature)
-
-
-@triton.jit
-def _split_sums(logits, temperature, split_maxima, sums, vocab, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    entries = _scaled(logits + row * vocab, tl.load(temperature + row), column, vocab)
-    row_max = tl.max(entries, 0)
-    at = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(split_maxima + at, row_max)
-    tl.store(sums + at, tl.sum(_exp_below(entries, row_max), 0))
-
-
-@triton.jit
-def _row_sums(
-    logits,
-    temperature,
-    split_maxima,
-    sums,
-    weights,
-    out,
-    vocab,
-    SPLITS: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Combine the maxima and sums of a row's splits to the log-sum-exp of the row.
-
-    If `weights` is given, each program also writes the weights of one split.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLIT_BLOCK)
-    at = row * SPLITS + split
-    maxima = tl.load(split_maxima + at, mask=split < SPLITS, other=-float("inf"))
-    row_max = tl.max(maxima, 0)
-    if tl.program_id(1) == 0:
-        parts = tl.load(sums + at, mask=split < SPLITS, other=0.0) * _exp_below(maxima, row_max)
-        total = tl.sum(parts.to(tl.float64), 0)
-        total = tl.where(total > 0.0, total, float("nan"))
-        tl.store(out + row, (row_max.to(tl.float64) + tl.log(total)).to(tl.float32))
-    if weights is not None:
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        entries = _scaled(logits + row * vocab, tl.load(temperature + row), column, vocab)
-        tl.store(weights + row * vocab + column, _exp_below(entries, row_max), mask=column < vocab)
-
-
-def sample(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Sample one token from each row of `weights`: int64 [R].
-
-    `weights`: float32 [R, V], not negative. `uniforms`: float64 [R], below 1. A token is the first
-    entry at which the cumulative sum exceeds uniform * total. The token of a row that is not finite
-    or has only zeros is undefined.
-    """
-    assert _are_contiguous(weights, uniforms)
-    assert weights.dtype == torch.float32
-    assert uniforms.dtype == torch.float64
-    (rows, vocab), block = weights.shape, _split(weights)
-    out = torch.empty(rows, dtype=torch.int64, device=weights.device)
-    splits = _quotient(vocab, block)
-    _sample[(rows,)](
-        weights, uniforms, out, vocab, SPLITS=splits, BLOCK=block, num_warps=block // 512
-    )
-    return out
-
-
-@triton.jit
-def _sample(weights, uniforms, out, vocab, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sample one row in three steps.
-
-    Find the total, then the split in which the cumulative sum exceeds the goal, and then the entry
-    within that split. Sums over splits are float64.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    entries = weights + row * vocab
-    total = tl.full((), 0.0, tl.float64)
-    for split in range(SPLITS):
-        at = split * BLOCK + column
-        found = tl.load(entries + at, mask=at < vocab, other=0.0)
-        total += tl.sum(found.to(tl.float64), 0)
-    goal = tl.load(uniforms + row) * total
-    # Rounding may make the goal equal to the total. Then the last split with any weight is chosen.
-    before = tl.full((), 0.0, tl.float64)
-    chosen, start = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float64)
-    is_found = tl.full((), 0, tl.int32)
-    for split in range(SPLITS):
-        at = split * BLOCK + column
-        found = tl.load(entries + at, mask=at < vocab, other=0.0)
-        mass = tl.sum(found.to(tl.float64), 0)
-        takes = (is_found == 0) & (mass > 0.0)
-        chosen, start = tl.where(takes, split, chosen), tl.where(takes, before, start)
-        before += mass
-        is_found = tl.where(takes & (before > goal), 1, is_found)
-    at = chosen * BLOCK + column
-    found = tl.load(entries + at, mask=at < vocab, other=0.0).to(tl.float64)
-    passed = (start + tl.cumsum(found, 0) > goal) & (found > 0.0)
-    first = tl.min(tl.where(passed, column, BLOCK), 0)
-    last = tl.max(tl.where(found > 0.0, column, 0), 0)
-    tl.store(out + row, (chosen * BLOCK + tl.minimum(first, last)).to(tl.int64))
-
-
-@triton.jit
-def _normalizers_backward(
-    logits, temperature, log_total, first, targets, grads, vocab, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = 0.0
-    at_targets = tl.zeros([BLOCK], tl.float32)
-    pair, last = tl.load(first + row), tl.load(first + row + 1)
-    while pair < last:
-        grad = tl.load(grads + pair)
-        total += grad
-        at_targets += tl.where(column == tl.load(targets + pair), grad, 0.0)
-        pair += 1
-    entries = _scaled(logits + row * vocab, temperature, column, vocab)
-    found = at_targets - tl.exp(entries - tl.load(log_total + row)) * total
-    tl.store(
-        logits + row * vocab + column, rounded(found, logits.dtype.element_ty), mask=column < vocab
-    )
-
-
-def _quotient(n: int, size: int) -> int:
-    """Return n / size, rounded up."""
-    return -(-n // size)
-
-
-def _are_contiguous(*tensors: Tensor | None) -> bool:
-    return all(tensor is None or tensor.is_contiguous() for tensor in tensors)

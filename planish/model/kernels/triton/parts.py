@@ -27,6 +27,7 @@ from planish.model.kernels.interface import (
     Attend,
     Attention,
     ExactLogits,
+    SingleLogits,
     WeightPacker,
 )
 from planish.model.kernels.linear import PackedQuantizedWeight, PackedWeight
@@ -43,14 +44,25 @@ _MIN_DECODE_ROWS = 64
 
 
 def elementwise_kernels() -> Any:
-    """Return the module of the kernels for norms, RoPE, SwiGLU, log-sum-exp and sampling."""
+    """Return the module of the kernels for norms, RoPE and SwiGLU."""
     return import_module("planish.model.kernels.triton.elementwise_kernels")
+
+
+def head_kernels() -> Any:
+    """Return the module of the kernels for log-sum-exp, sampling and single logits."""
+    return import_module("planish.model.kernels.triton.head_kernels")
 
 
 def weight_filter() -> WeightFilter:
     """Return the function of the kernel for top_k, top_p and min_p."""
     kernels: Any = import_module("planish.model.kernels.triton.filter_kernels")
     found: WeightFilter = kernels.filter_
+    return found
+
+
+def single_logits() -> SingleLogits:
+    """Return the function of the kernel for single logits."""
+    found: SingleLogits = head_kernels().token_logits
     return found
 
 
@@ -175,7 +187,7 @@ class TritonLogSumExp:
     """The log-sum-exp of logits and its gradient (see `LogSumExp`)."""
 
     def __init__(self) -> None:
-        kernels = elementwise_kernels()
+        kernels = head_kernels()
         self.log_sum_exp = kernels.log_sum_exp
         self.log_sum_exp_backward_ = kernels.log_sum_exp_backward_
 
@@ -192,7 +204,8 @@ class TritonLogSumExp:
     ) -> Tensor:
         """Return the gradient for some rows of `logits` [R, V]: [N, V]. `rows`: int64 [N]."""
         grad = logits[rows]
-        self.log_sum_exp_backward_(grad, temperature, log_total, first, targets, grads, exact)
+        of_rows = None if exact is None else (exact[0][rows], exact[1][rows])
+        self.log_sum_exp_backward_(grad, temperature, log_total, first, targets, grads, of_rows)
         return grad
 
 
@@ -200,7 +213,7 @@ class TritonWeightSampler:
     """Samples tokens from weights (see `WeightSampler`)."""
 
     def __init__(self) -> None:
-        self._sample = elementwise_kernels().sample
+        self._sample = head_kernels().sample
 
     def __call__(self, weights: Tensor, uniforms: Tensor) -> Tensor:
         """Sample tokens [N, K] at uniform numbers. The kernel supports only K = 1."""

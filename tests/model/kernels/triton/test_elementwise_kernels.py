@@ -1,5 +1,5 @@
-"""Each elementwise Triton kernel equals its torch reference, in all dtypes and odd sizes, is
-batch-invariant, and compiles for Hopper.
+"""Each Triton kernel for single rows and for logits equals its torch reference, in all dtypes and
+odd sizes, is batch-invariant, and compiles for Hopper.
 """
 
 from functools import partial
@@ -18,8 +18,10 @@ from planish.model.decoder import Decoder
 from planish.model.head import scored_logprobs
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import reference_backend, triton_backend
+from planish.model.kernels.reference.log_sum_exp import TorchLogSumExp
 from planish.model.kernels.reference.token_sampling import sample_from_weights
 from planish.model.kernels.triton.families import FAMILIES
+from planish.model.kernels.triton.parts import TritonLogSumExp
 from planish.model.lora import AdapterRange, LoraLayout, LoraMatrices, LoraWeights
 from planish.model.operations import add_rms_norm, gated_activation, rope
 from planish.model.weights import load_weights
@@ -27,6 +29,7 @@ from planish.testing import tiny_model
 from planish.types import LoraConfig, SamplingParams
 
 own = pytest.importorskip("planish.model.kernels.triton.elementwise_kernels")
+head = pytest.importorskip("planish.model.kernels.triton.head_kernels")
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -187,12 +190,12 @@ def test_normalizers_equal_torch(vocab, dtype, normal, device):
     scaled = logits.float() / temperature[:, None]
     expected_weights = (scaled - scaled.amax(1, keepdim=True)).exp()
     weights = torch.empty_like(scaled)
-    found = own.log_sum_exp(logits, temperature, weights=weights)
+    found = head.log_sum_exp(logits, temperature, weights=weights)
     close(found, scaled.logsumexp(1))
     close(weights, expected_weights)
-    assert torch.equal(found, own.log_sum_exp(logits, temperature))
+    assert torch.equal(found, head.log_sum_exp(logits, temperature))
     if dtype == torch.float32:
-        assert torch.equal(found, own.log_sum_exp(logits, temperature, weights=logits))
+        assert torch.equal(found, head.log_sum_exp(logits, temperature, weights=logits))
         assert torch.equal(logits, weights)
 
 
@@ -200,10 +203,10 @@ def test_normalizers_equal_torch(vocab, dtype, normal, device):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_non_finite_row_has_a_non_finite_normalizer(bad, normal):
     logits, temperature = normal(4, 9000) * 200, normal(4).square() + 0.5
-    expected = own.log_sum_exp(logits, temperature)
+    expected = head.log_sum_exp(logits, temperature)
     logits[1, 5], logits[3, 8999] = bad, bad
     logits[2] = -torch.inf
-    found = own.log_sum_exp(logits, temperature, weights=logits.clone())
+    found = head.log_sum_exp(logits, temperature, weights=logits.clone())
     assert found.isfinite().tolist() == [True, False, False, False]
     assert found[0] == expected[0]
 
@@ -220,19 +223,35 @@ def test_the_gradient_of_logprobs_equals_torch(vocab, dtype, normal):
     grads = normal(5) * 2
     scaled = (logits.float() / temperature).requires_grad_()
     (expected,) = torch.autograd.grad(scaled.log_softmax(1)[rows, targets], scaled, grads)
-    own.log_sum_exp_backward_(
+    head.log_sum_exp_backward_(
         logits, temperature, scaled.detach().logsumexp(1), first, targets, grads
     )
     close(logits, expected.to(dtype))
     assert not logits[[1, 3]].any()
 
 
-def test_corrections_of_float32_matmuls_are_rejected(normal):
-    logits, exact = normal(2, 16), (torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1))
-    with pytest.raises(AssertionError, match="exact must be None"):
-        own.log_sum_exp(logits, logits[:, 0].clone(), exact)
-    with pytest.raises(AssertionError, match="exact must be None"):
-        own.log_sum_exp_backward_(logits, 1.0, logits, logits, logits, logits, exact)
+@pytest.mark.parametrize("vocab", [16, 9000])
+def test_exact_values_replace_rounded_logits(vocab, normal, device):
+    """The exact tokens include both ends of a row, and neighbours on both sides of a split."""
+    logits, temperature = (normal(4, vocab) * 5).bfloat16(), normal(4).square() + 0.5
+    tokens = torch.tensor([0, vocab - 1, 4095 % vocab, 4096 % vocab], device=device).repeat(4, 1)
+    values = normal(4, 4) * 3 + 9
+    if vocab == 16:
+        tokens, values = tokens[:, :2].contiguous(), values[:, :2].contiguous()
+    replaced = logits.float().scatter_(1, tokens, values)
+    weights, expected_weights = torch.empty_like(replaced), replaced.clone()
+    parts = TritonLogSumExp(), TorchLogSumExp(device)
+    found = parts[0].log_sum_exp(logits, temperature, (tokens, values), weights)
+    close(found, parts[1].log_sum_exp(replaced, temperature, weights=expected_weights))
+    close(weights, expected_weights)
+    rows = torch.tensor([0, 1, 3], device=device)
+    first, targets = torch.tensor([0, 2, 2, 4], device=device), tokens.flatten()[:4].contiguous()
+    total = torch.logsumexp(replaced[rows] / 0.7, 1)
+    given = (rows, 0.7, total, first, targets, normal(4), (tokens, values))
+    gradients = [part.log_sum_exp_backward(logits, *given) for part in parts]
+    close(*gradients)
+    assert gradients[0][0].any()
+    assert not gradients[0][1].any()
 
 
 # All kernels
@@ -245,9 +264,9 @@ def test_empty_inputs_are_accepted(dtype, normal):
     assert own.rms_norm_backward(out, total, normal(64), scale, None).shape == (0, 64)
     assert own.rope(normal(0, 3, 64, dtype=dtype), angles, angles).shape == (0, 3, 64)
     assert own.swiglu_backward(own.swiglu(out), out).shape == (0, 64)
-    assert own.log_sum_exp(out, none).shape == (0,)
+    assert head.log_sum_exp(out, none).shape == (0,)
     whole = torch.zeros(1, dtype=torch.int64, device=x.device)
-    own.log_sum_exp_backward_(out, 1.0, none, whole, whole[:0], none)
+    head.log_sum_exp_backward_(out, 1.0, none, whole, whole[:0], none)
 
 
 @pytest.mark.slow
@@ -273,9 +292,9 @@ def test_kernel_rows_are_batch_invariant(width, vocab, dtype, normal, device):
             logits[part].clone(),
             torch.empty_like(logits[part], dtype=torch.float32),
         )
-        log_total = own.log_sum_exp(logits[part], temperature, weights=weights)
+        log_total = head.log_sum_exp(logits[part], temperature, weights=weights)
         first = torch.arange(len(total) + 1, device=x.device)
-        own.log_sum_exp_backward_(
+        head.log_sum_exp_backward_(
             gradient, 0.7, log_total, first, targets[part], angles[part, 0, 1].contiguous()
         )
         return [
@@ -377,7 +396,7 @@ def test_sampled_tokens_equal_torch(vocab, normal, device):
     weights[5, vocab // 3] = 1e-30
     for uniform in (0.0, 1e-12, 0.3, 0.77, 1 - 2**-53):
         uniforms = torch.full((6,), uniform, dtype=torch.float64, device=device)
-        found = own.sample(weights, uniforms)
+        found = head.sample(weights, uniforms)
         assert torch.equal(found, sample_from_weights(weights, uniforms.unsqueeze(1)).squeeze(1))
         assert (weights.gather(1, found.unsqueeze(1)) > 0).all()
 
@@ -387,7 +406,7 @@ def test_a_non_finite_row_gets_a_valid_token(bad, normal, device):
     weights = normal(2, 5000).exp()
     weights[0, 4500] = bad
     uniforms = torch.full((2,), 0.5, dtype=torch.float64, device=device)
-    assert 0 <= int(own.sample(weights, uniforms)[0]) < 5000
+    assert 0 <= int(head.sample(weights, uniforms)[0]) < 5000
 
 
 def test_a_gpu_samples_with_the_triton_kernel(monkeypatch, both, device):
@@ -399,9 +418,9 @@ def test_a_gpu_samples_with_the_triton_kernel(monkeypatch, both, device):
             backend, logits, params, [0.2, 0.9, 0.5], [2, 1, 0]
         ).tokens
 
-    monkeypatch.setattr(own, "sample", Mock(side_effect=own.sample))
+    monkeypatch.setattr(head, "sample", Mock(side_effect=head.sample))
     ours, theirs = both(sampled)
-    own.sample.assert_called_once()
+    head.sample.assert_called_once()
     assert torch.equal(ours, theirs)
 
 
@@ -449,8 +468,8 @@ def test_all_kernels_can_be_captured_in_a_graph(normal, device):
 
     def results() -> list[Tensor]:
         weights, gradient = torch.empty_like(logits), logits.clone()
-        log_total = own.log_sum_exp(logits, temperature, weights=weights)
-        own.log_sum_exp_backward_(gradient, 0.7, log_total, first, targets, temperature)
+        log_total = head.log_sum_exp(logits, temperature, weights=weights)
+        head.log_sum_exp_backward_(gradient, 0.7, log_total, first, targets, temperature)
         total, out, scale = own.rms_norm(x, x, weight, 1e-5, torch.bfloat16)
         return [
             *(log_total, weights, gradient, total, out, scale),
@@ -477,15 +496,15 @@ def test_tensors_with_more_than_2_31_entries_are_indexed_correctly(device):
     logits = torch.zeros(rows, vocab, dtype=torch.bfloat16, device=device)
     logits[-1] = torch.randn(vocab, generator=torch.Generator().manual_seed(0)).to(logits)
     temperature = torch.ones(rows, device=device)
-    found = own.log_sum_exp(logits, temperature)
-    assert torch.equal(found[-1:], own.log_sum_exp(logits[-1:].clone(), temperature[-1:]))
+    found = head.log_sum_exp(logits, temperature)
+    assert torch.equal(found[-1:], head.log_sum_exp(logits[-1:].clone(), temperature[-1:]))
     close(found[-1], logits[-1].float().logsumexp(0))
     first, targets = (
         torch.arange(rows + 1, device=device),
         torch.zeros(rows, dtype=torch.int64, device=device),
     )
     expected = F.one_hot(targets[0], vocab) - logits[-1].float().softmax(0)
-    own.log_sum_exp_backward_(logits, 1.0, found, first, targets, temperature)
+    head.log_sum_exp_backward_(logits, 1.0, found, first, targets, temperature)
     close(logits[-1], expected.to(logits.dtype))
 
 
@@ -510,15 +529,18 @@ def launched(width: int, head_dim: int, vocab: int) -> list[Case]:
     )
     heads |= dict.fromkeys(("width", "q_heads", "k_heads", "half"), "i32") | {"eps": "fp32"}
     gated = {"gate_up": "*bf16", "out": "*bf16", "width": "i32"}
-    row = {"logits": "*fp32", "vocab": "i32"}
+    row = {"logits": "*bf16", "vocab": "i32", "tokens": "*i64", "values": "*fp32"}
     sums = row | {"temperature": "*fp32", "split_maxima": "*fp32", "sums": "*fp32"}
     pairs = {"log_total": "*fp32", "first": "*i64", "targets": "*i64", "grads": "*fp32"}
+    operands = dict.fromkeys(("hidden", "weight", "lora_hidden", "b"), "*bf16")
+    operands |= dict.fromkeys(("hidden_stride", "weight_stride", "lora_stride", "b_stride"), "i32")
+    operands |= {"rows": "*i64", "tokens": "*i64", "out": "*fp32", "width": "i32", "rank": "i32"}
     group, block, warps = own._norm_tile(width)
     tile = {"ROWS": group, "BLOCK": block}
     half = head_dim // 2
-    split = own._split(torch.empty(0, vocab))
+    split = head._split(torch.empty(0, vocab))
     splits = -(-vocab // split)
-    rows = {"SPLITS": splits, "SPLIT_BLOCK": own.power_of_two(splits), "BLOCK": split}
+    rows = {"SPLITS": splits, "SPLIT_BLOCK": own.power_of_two(splits), "BLOCK": split, "EXACT": 16}
     sizes = {"width": width, "vocab": vocab, "half": half, "stride": 3 * head_dim}
 
     def case(kernel: str, types: dict, constants: dict, warps: int = 4) -> Case:
@@ -537,7 +559,7 @@ def launched(width: int, head_dim: int, vocab: int) -> list[Case]:
         case("_qk_norm_rope", heads, {"NORMED": True, "GROUP": own._TILE // half, "BLOCK": half}),
         case("_swiglu", gated, {"BLOCK": own._TILE}),
         case("_swiglu_backward", gated | {"grad": "*bf16"}, {"BLOCK": own._TILE}),
-        case("_split_sums", sums, {"BLOCK": split}, split // 512),
+        case("_split_sums", sums, {"BLOCK": split, "EXACT": 16}, split // 512),
         case("_row_sums", sums | {"out": "*fp32", "weights": "*fp32"}, rows, split // 512),
         case("_row_sums", sums | {"out": "*fp32"}, rows | {"weights": None}, 1),
         case(
@@ -549,9 +571,10 @@ def launched(width: int, head_dim: int, vocab: int) -> list[Case]:
         case(
             "_normalizers_backward",
             row | pairs | {"temperature": "fp32"},
-            {"BLOCK": split},
+            {"BLOCK": split, "EXACT": 16},
             split // 512,
         ),
+        case("token_logits_kernel", operands, {"BLOCK": own._TILE, "RANK_BLOCK": 32}),
     ]
 
 
@@ -559,8 +582,14 @@ def launched(width: int, head_dim: int, vocab: int) -> list[Case]:
 def test_elementwise_kernels_compile_for_hopper_without_spills():
     """The sizes are those of Qwen3-8B."""
     cases = launched(4096, 128, 151_936)
-    for case, found in zip(
-        cases, resources("planish.model.kernels.triton.elementwise_kernels", cases), strict=True
-    ):
+    compiled = [
+        found
+        for module in (own, head)
+        for found in resources(
+            module.__name__, [case for case in cases if hasattr(module, case.kernel)]
+        )
+    ]
+    for case, found in zip(cases, compiled, strict=True):
+        assert case.kernel == found.kernel
         assert found.spilled <= 8, found  # registers that the compiler reserves
         assert found.registers * 32 * case.warps <= 65_536, found
