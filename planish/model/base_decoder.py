@@ -49,7 +49,7 @@ class BaseDecoder(Protocol):
         attend: Attend,
         adapters: LoraWeights | AdapterBatch | None,
         *,
-        recompute: bool = False,
+        layers_per_checkpoint: int = 0,
         recurrence: Recurrence | None = None,
     ) -> Tensor:
         """Return the last hidden states, from which the head computes logits: [T, D] in the model's
@@ -59,8 +59,9 @@ class BaseDecoder(Protocol):
         (vision/image_tokens.py), and `positions` are their RoPE positions [3, T]. `attend`: the
         attention, from the backend. `adapters`: one
         adapter (or None) for all rows, with gradients, or a batch of several adapters, without
-        gradients. `recompute`: use activation checkpointing, which stores only each layer's input
-        for the backward pass. `recurrence`: required for models with recurrent states.
+        gradients. `layers_per_checkpoint`: use activation checkpointing, which stores only the
+        inputs of groups of so many layers for the backward pass; 0: store all activations.
+        `recurrence`: required for models with recurrent states.
         """
         ...
 

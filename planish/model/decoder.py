@@ -19,8 +19,9 @@ Shapes: T rows, D hidden, H heads, E head_dim, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -170,7 +171,7 @@ class Decoder:
         attend: Attend,
         adapters: LoraWeights | AdapterBatch | None,
         *,
-        recompute: bool = False,
+        layers_per_checkpoint: int = 0,
         recurrence: Recurrence | None = None,
     ) -> Tensor:
         """Return the last hidden states after the final norm: [T, D] in the model's dtype.
@@ -197,20 +198,14 @@ class Decoder:
             self.collectives,
         )
         residual: Tensor | None = None
-        for index, layer in enumerate(self.layers):
-            if recompute and torch.is_grad_enabled():
-                # Store the sum alone. The norm would compute the same float32 sum.
-                x, residual = checkpoint(
-                    forward_pass.layer,
-                    index,
-                    layer,
-                    x if residual is None else x + residual,
-                    None,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
-            else:
-                x, residual = forward_pass.layer(index, layer, x, residual)
+        run: Callable[..., tuple[Tensor, Tensor | None]] = forward_pass.layers
+        if layers_per_checkpoint and torch.is_grad_enabled():
+            run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+        group_size = layers_per_checkpoint or len(self.layers)
+        for first in range(0, len(self.layers), group_size):
+            # Store the sum alone. The norm would compute the same float32 sum.
+            x = x if residual is None else x + residual
+            x, residual = run(first, self.layers[first : first + group_size], x)
         return forward_pass.add_rms_norm(x, residual, self.final_norm)[1]
 
 
@@ -232,6 +227,18 @@ class _ForwardPass:
     """The order of each head's dimensions in queries and keys (see `Decoder`)."""
     collectives: Collectives | None = None
     """See `Decoder`."""
+
+    def layers(
+        self, first: int, layers: Sequence[Layer], x: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run consecutive layers, of which the first has index `first` and the input x [T, D].
+
+        Return the hidden state and the residual of the layer after them (see `layer`).
+        """
+        residual: Tensor | None = None
+        for index, layer in enumerate(layers, first):
+            x, residual = self.layer(index, layer, x, residual)
+        return x, residual
 
     def layer(
         self, index: int, layer: Layer, x: Tensor, residual: Tensor | None

@@ -341,18 +341,27 @@ def test_a_fresh_adapter_changes_nothing_and_follows_its_seed(tmp_path):
 
 
 def test_recomputing_layers_gives_the_same_gradient(tmp_path):
-    tiny_model(tmp_path)
+    """The checkpoints have one layer, two (and the last one has one), or all three."""
+    tiny_model(tmp_path, layers=3)
     decoder = Decoder.load(tmp_path, torch.float32, CPU)
     layout = LoraLayout(decoder.config, LoraConfig(rank=4))
     master = layout.init(0) + 0.05
     tokens = random_tokens(decoder, 30)
-    gradients = []
-    for recompute in (False, True):
+    gradients, stored = [], []
+    for group_size in (0, 1, 2, 3):
         weights = LoraWeights(layout, master, decoder.backend, requires_grad=True)
-        logits_of(decoder, tokens, weights, recompute=recompute).logsumexp(-1).sum().backward()
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, saved=saved: (saved.append(x), x)[1], lambda x: x
+        ):
+            logits = logits_of(decoder, tokens, weights, layers_per_checkpoint=group_size)
+        stored.append(sum(x.shape == (30, decoder.config.hidden_size) for x in saved))
+        logits.logsumexp(-1).sum().backward()
         gradients.append(weights.collect_grad())
     assert gradients[0].norm() > 0
-    torch.testing.assert_close(gradients[1], gradients[0])
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0])
+    assert stored[1] > stored[2] > stored[3]
 
 
 def test_gradients_are_with_respect_to_the_master_weights(tmp_path):

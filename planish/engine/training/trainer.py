@@ -270,31 +270,32 @@ class Trainer:
         device = self._decoder.device
         if not len(pairs.rows):
             return torch.zeros(0, device=device)
-        recompute = self.settings.recomputes(len(micro_batch))
+        backend = self._decoder.backend
+        layers_per_checkpoint = self.settings.layers_per_checkpoint(backend, len(micro_batch))
         # The layers' checkpoints keep what is within a layer, so only the inputs are copied.
         offloads = self.settings.offloads(len(micro_batch))
         with save_on_cpu(pin_memory=True) if offloads else nullcontext():
             hidden = self._decoder.forward(
                 copy_async(torch.from_numpy(micro_batch.tokens), device),
                 copy_async(torch.from_numpy(_rope_positions(call, micro_batch)), device),
-                self._decoder.backend.tree_attention(micro_batch),
+                backend.tree_attention(micro_batch),
                 call.weights,
-                recompute=recompute,
-                recurrence=self._decoder.backend.tree_recurrence(micro_batch),
+                layers_per_checkpoint=layers_per_checkpoint,
+                recurrence=backend.tree_recurrence(micro_batch),
             )
         scored_rows, row_index = torch.unique_consecutive(pairs.rows, return_inverse=True)
         if len(scored_rows) < len(micro_batch):
             hidden = hidden[copy_async(scored_rows, device)]
         rows, targets = copy_async(row_index, device), copy_async(pairs.targets, device)
         return scored_logprobs(
-            self._decoder.backend,
+            backend,
             hidden,
             self._decoder.head,
             call.weights.head,
             rows,
             targets,
             call.batch.config["temperature"],
-            recompute=recompute,
+            recompute=layers_per_checkpoint > 0,
         )
 
     def _backward(

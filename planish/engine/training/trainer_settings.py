@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from math import ceil
 
 from planish.model.config import ModelConfig
 from planish.model.kernels.backend import Backend
@@ -20,11 +21,11 @@ class TrainerSettings:
 
     micro_batch_tokens: int = 4096
     """Maximum number of tokens per micro-batch. A longer sequence runs alone, with activation
-    checkpointing: only each layer's input is stored.
+    checkpointing.
     """
     recompute: bool = False
-    """Whether every micro-batch uses activation checkpointing: only each layer's input is stored,
-    and the backward pass recomputes the rest.
+    """Whether every micro-batch uses activation checkpointing: only the inputs of groups of layers
+    are stored, and the backward pass recomputes the rest.
     """
     max_sequence_tokens: int | None = None
     """The longest sequence whose backward pass fits into memory, if nothing but weights and
@@ -60,10 +61,54 @@ class TrainerSettings:
         """
         config = backend.config
         num_tokens = self.micro_batch_tokens if num_tokens is None else num_tokens
-        itemsize, logit_itemsize = backend.dtype.itemsize, backend.logits_dtype.itemsize
-        layers = range(config.num_layers)
+        itemsize = backend.dtype.itemsize
+        logit_itemsize = backend.training_logits_dtype.itemsize
+        layer_bytes = self._layer_bytes(backend, rank)
+        # The backward pass of a layer needs the gradients of about two fifths of what the layer
+        # stores, and those of all pairs of a row and an expert.
+        pair_size = 3 * config.hidden_size + 4 * config.expert_size
+        temporary_bytes = max(layer_bytes * 2 // 5, itemsize * config.experts_per_token * pair_size)
+        # The logits of one chunk of rows exist beside their gradient in the dtype of the matmuls.
+        chunk_bytes = min(num_tokens, backend.head_rows) * config.vocab_size
+        chunk_bytes *= logit_itemsize + itemsize
+        group_size = self.layers_per_checkpoint(backend, num_tokens)
+        if group_size:
+            stored_bytes = 0
+            if not self.offloads(num_tokens):
+                num_groups = ceil(config.num_layers / group_size)
+                stored_bytes = num_tokens * num_groups * input_bytes(config)
+            backward_layer_bytes = num_tokens * (group_size * layer_bytes + temporary_bytes)
+        else:
+            stored_bytes = num_tokens * config.num_layers * layer_bytes
+            backward_layer_bytes = num_tokens * temporary_bytes
+            chunk_bytes += num_tokens * logit_itemsize * config.vocab_size
+        backward_layer_bytes += backward_bytes(config, num_tokens)
+        return stored_bytes + max(backward_layer_bytes, chunk_bytes)
+
+    def layers_per_checkpoint(self, backend: Backend, num_tokens: int) -> int:
+        """Return how many layers share a checkpoint in a micro-batch of `num_tokens` tokens.
+
+        Only the input of such a group is stored, and the backward pass recomputes the activations
+        of all its layers at once. The size is the one that needs the least memory. 0: the
+        micro-batch does not use activation checkpointing.
+        """
+        config = backend.config
+        if not self.recomputes(num_tokens):
+            return 0
+        if config.hf is not None or self.offloads(num_tokens):
+            return 1  # Offloaded inputs take no memory here, and modelling code runs by layer.
+        layer_bytes = self._layer_bytes(backend, rank=32)
+
+        def stored_bytes(size: int) -> int:
+            return ceil(config.num_layers / size) * input_bytes(config) + size * layer_bytes
+
+        return min(range(1, config.num_layers + 1), key=stored_bytes)
+
+    def _layer_bytes(self, backend: Backend, rank: int) -> int:
+        """Return the bytes per token that a layer stores for its backward pass."""
+        config = backend.config
         layer_bytes = self._attention_bytes(backend) + max(
-            self._mlp_bytes(backend, rank, layer) for layer in layers
+            self._mlp_bytes(backend, rank, layer) for layer in range(config.num_layers)
         )
         if config.hf is not None:
             # Modelling code stores float32 copies in norms, the parts of RoPE, and the outputs of
@@ -73,24 +118,7 @@ class TrainerSettings:
             # Estimate a gated delta-net layer as a layer with attention plus the tensors that only
             # a gated delta net stores.
             layer_bytes += activation_bytes_per_row(config.delta_net, backend.dtype)
-        # The backward pass of a layer needs the gradients of about two fifths of what the layer
-        # stores, and those of all pairs of a row and an expert.
-        pair_size = 3 * config.hidden_size + 4 * config.expert_size
-        temporary_bytes = max(layer_bytes * 2 // 5, itemsize * config.experts_per_token * pair_size)
-        # The gradient of the logits, in both dtypes, exists for one chunk of rows.
-        chunk_bytes = min(num_tokens, backend.head_rows) * config.vocab_size
-        chunk_bytes *= logit_itemsize + itemsize
-        if self.recomputes(num_tokens):
-            stored_bytes = 0
-            if not self.offloads(num_tokens):
-                stored_bytes = num_tokens * config.num_layers * input_bytes(config)
-            backward_layer_bytes = num_tokens * (layer_bytes + temporary_bytes)
-        else:
-            stored_bytes = num_tokens * config.num_layers * layer_bytes
-            backward_layer_bytes = num_tokens * temporary_bytes
-            chunk_bytes += num_tokens * logit_itemsize * config.vocab_size
-        backward_layer_bytes += backward_bytes(config, num_tokens)
-        return stored_bytes + max(backward_layer_bytes, chunk_bytes)
+        return layer_bytes
 
     def _attention_bytes(self, backend: Backend) -> int:
         """Return the bytes per token that a layer stores for its norms and its attention."""

@@ -97,13 +97,14 @@ class TransformersDecoder:
         attend: Attend,
         adapters: LoraWeights | AdapterBatch | None,
         *,
-        recompute: bool = False,
+        layers_per_checkpoint: int = 0,
         recurrence: Recurrence | None = None,
     ) -> Tensor:
         """Return the last hidden states: [T, D] in the model's dtype (see `Decoder.forward`).
 
-        They are multiplied by the model's factor of logits.
+        They are multiplied by the model's factor of logits. A checkpoint has one layer.
         """
+        recompute = layers_per_checkpoint > 0
         run = HFForwardPass(
             self.backend, attend, adapters, self._attention_index, recurrence, recompute
         )

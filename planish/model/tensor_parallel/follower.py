@@ -151,7 +151,7 @@ class Follower:
         positions: list[int],
         attention: tuple[Any, ...],
         adapters: int | Sequence[tuple[int, int, int | None]] | None,
-        recompute: bool,
+        layers_per_checkpoint: int,
         has_grad: bool,
     ) -> None:
         """Run the decoder. `adapters`: one adapter for all rows, or those of ranges of rows."""
@@ -173,7 +173,7 @@ class Follower:
                 torch.tensor(positions, device=device),
                 attend,
                 weights,
-                recompute=recompute,
+                layers_per_checkpoint=layers_per_checkpoint,
             )
         if hidden.requires_grad:
             self._hidden = hidden

@@ -503,6 +503,30 @@ def test_a_long_sequence_runs_alone_with_recomputed_activations(decoder):
     assert less == TrainerSettings(2048, recompute=True).activation_bytes(backend)
 
 
+def test_layers_share_a_checkpoint_if_this_needs_less_memory(decoder):
+    """The inputs of many layers take more memory than the activations of one more layer."""
+    backends = {
+        num_layers: reference_backend(
+            dataclasses.replace(decoder.config, num_layers=num_layers), torch.bfloat16, CPU
+        )
+        for num_layers in (1, 2, 64, 400)
+    }
+    settings = TrainerSettings(256)
+    sizes = [settings.layers_per_checkpoint(backend, 257) for backend in backends.values()]
+    assert sizes[:2] == [1, 1]
+    assert 1 < sizes[2] < sizes[3] < 20
+    for size, (num_layers, backend) in zip(sizes, backends.items(), strict=True):
+        assert settings.layers_per_checkpoint(backend, 256) == 0
+        offloading = TrainerSettings(256, offload_above=100)
+        assert offloading.layers_per_checkpoint(backend, 101) == 1
+        # The activations of each additional layer of a group replace the inputs of some groups.
+        layer_bytes = settings._layer_bytes(backend, 32)
+        groups = -(-num_layers // size)
+        saved = (num_layers - groups) * 4 * decoder.config.hidden_size - (size - 1) * layer_bytes
+        assert saved >= 0
+        assert (saved > 0) == (size > 1)
+
+
 def test_recomputed_activations_give_the_same_gradient(decoder):
     adapter, data = new_adapter(decoder), as_cross_entropy(group_datums(2), weights=False)
     _, kept = gradient(new_trainer(decoder), adapter, data)

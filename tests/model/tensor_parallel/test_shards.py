@@ -61,7 +61,7 @@ def run_ranks(shards: list[Decoder], path: Path, work: Callable[[Decoder, int], 
 
 
 def hidden_and_gradient(
-    decoder: Decoder, weights: LoraWeights, recompute: bool
+    decoder: Decoder, weights: LoraWeights, layers_per_checkpoint: int
 ) -> tuple[Tensor, Tensor]:
     """Return the hidden states of some tokens, and the gradient of a function of them."""
     tokens = np.random.default_rng(0).integers(0, decoder.config.vocab_size, 40)
@@ -71,16 +71,18 @@ def hidden_and_gradient(
         torch.from_numpy(micro_batch.positions),
         decoder.backend.tree_attention(micro_batch),
         weights,
-        recompute=recompute,
+        layers_per_checkpoint=layers_per_checkpoint,
     )
     (hidden.float() * torch.linspace(-1, 1, hidden.shape[1])).sum().backward()
     return hidden.detach(), weights.collect_grad()
 
 
 @pytest.mark.parametrize(
-    ("family", "recompute"), [*((family, False) for family in FAMILIES), ("qwen3", True)]
+    ("family", "layers_per_checkpoint"), [*((family, 0) for family in FAMILIES), ("qwen3", 2)]
 )
-def test_hidden_states_and_gradients_equal_those_of_the_whole_model(family, recompute, tmp_path):
+def test_hidden_states_and_gradients_equal_those_of_the_whole_model(
+    family, layers_per_checkpoint, tmp_path
+):
     directory = tiny_model(tmp_path / "model", family, tied=family != "qwen3")
     (whole,) = decoders(directory, 1, torch.float32)
     lora = LoraConfig(rank=4, seed=0, train_unembed=False)
@@ -89,7 +91,7 @@ def test_hidden_states_and_gradients_equal_those_of_the_whole_model(family, reco
         layout.size, generator=torch.Generator().manual_seed(1)
     )
     hidden, gradient = hidden_and_gradient(
-        whole, LoraWeights(layout, master, whole.backend, True), recompute
+        whole, LoraWeights(layout, master, whole.backend, True), layers_per_checkpoint
     )
 
     adapter = AdapterShards(whole.config, lora, 2)
@@ -97,7 +99,7 @@ def test_hidden_states_and_gradients_equal_those_of_the_whole_model(family, reco
 
     def work(decoder: Decoder, rank: int) -> Tensor:
         weights = LoraWeights(adapter.layout, parts[rank], decoder.backend, True)
-        own_hidden, own_gradient = hidden_and_gradient(decoder, weights, recompute)
+        own_hidden, own_gradient = hidden_and_gradient(decoder, weights, layers_per_checkpoint)
         assert torch.allclose(own_hidden, hidden, rtol=1e-5, atol=1e-5)
         return own_gradient
 
