@@ -198,7 +198,7 @@ class Decoder:
             self.collectives,
         )
         residual: Tensor | None = None
-        run: Callable[..., tuple[Tensor, Tensor | None]] = forward_pass.layers
+        run: Callable[..., tuple[Tensor, Tensor | None]] = forward_pass.run
         if layers_per_checkpoint and torch.is_grad_enabled():
             run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
         group_size = layers_per_checkpoint or len(self.layers)
@@ -228,9 +228,7 @@ class _ForwardPass:
     collectives: Collectives | None = None
     """See `Decoder`."""
 
-    def layers(
-        self, first: int, layers: Sequence[Layer], x: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def run(self, first: int, layers: Sequence[Layer], x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run consecutive layers, of which the first has index `first` and the input x [T, D].
 
         Return the hidden state and the residual of the layer after them (see `layer`).
