@@ -14,6 +14,7 @@ pytest.importorskip("verifiers", reason="make test-extras runs it")
 from planish.completers import TokenCompleter, TokensWithLogprobs
 from planish.errors import UnsupportedError, UserError
 from planish.files import read_rows
+from planish.integrations.verifiers import environments
 from planish.integrations.verifiers.datasets import VerifiersDatasetBuilder
 from planish.integrations.verifiers.library import load_environment
 from planish.recipes.verifiers_rl import Options, main
@@ -100,6 +101,14 @@ def test_rewards_come_from_the_rubric_of_the_whole_group(model):
         "completed",
     ]
     assert group.logging_tags() == ["verifiers_environments"]
+
+
+def test_rewards_of_single_turns_are_reported_once(model, caplog, monkeypatch):
+    monkeypatch.setattr(environments, "_tags_with_turn_rewards", set())
+    policy = Policy(model, lambda _: ["first", "second", "third"])
+    for kind, count in (("multi", 0), ("rewarding", 1), ("rewarding", 1)):
+        play(group_of(model, kind=kind, group_size=1), policy)
+        assert caplog.text.count("sets the reward of single turns, which is not used") == count
 
 
 def test_verifiers_turns_become_one_sequence_of_sampled_tokens(model):

@@ -27,6 +27,7 @@ def load_environment(
     kinds: dict[str, Any] = {
         "single": verifiers.SingleTurnEnv,
         "multi": Countdown,
+        "rewarding": Rewarding,
         "rewriting": Rewriting,
         "failing": Failing,
         "hungry": Hungry,
@@ -79,6 +80,14 @@ class Countdown(verifiers.MultiTurnEnv):
     @verifiers.cleanup
     async def noted(self, state: Any) -> None:
         CLEANED.append(state["prompt"][-1].content)
+
+
+class Rewarding(Countdown):
+    """Rewards single turns, as the environments of gym in verifiers do."""
+
+    async def env_response(self, messages: Any, state: Any, **options: Any) -> Any:
+        state["trajectory"][-1]["reward"] = 0.5
+        return await super().env_response(messages, state, **options)
 
 
 class Rewriting(Countdown):

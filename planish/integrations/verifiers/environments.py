@@ -10,10 +10,11 @@ work as in any other environment.
 The next prompt contains the exact tokens that were sampled, not a new tokenisation of their text
 (planish/rl/environments/conversation.py). Only if an environment rewrites its history is the prompt
 rendered anew. The environment's rubric computes rewards and metrics for a whole group at once.
-Rewards that an environment assigns to single turns are ignored.
+Rewards and advantages that an environment assigns to single turns are not used; a warning says so.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,9 @@ from planish.rl.types import (
 from planish.runlog.evaluators import validate_metrics
 from planish.types import ModelInput
 
+_log = logging.getLogger(__name__)
+_tags_with_turn_rewards: set[str] = set()
+"""The environments of which this process has warned."""
 _STOP_REASONS = {
     "timeout_reached": StopReason.ROLLOUT_TIMEOUT,
     "prompt_too_long": StopReason.CONTEXT_OVERFLOW,
@@ -270,6 +274,7 @@ class VerifiersGroup(EnvGroupBuilder):
         ]
         if states:
             environment = self.load()
+            warn_of_turn_rewards(states, self.tag)
             if environment.score_rollouts:
                 await environment.rubric.score_group(states)
             else:
@@ -288,6 +293,27 @@ class VerifiersGroup(EnvGroupBuilder):
 
     def logging_tags(self) -> list[str]:
         return [self.tag]
+
+
+def warn_of_turn_rewards(states: Sequence[Any], tag: str) -> None:
+    """Log, once in a process for each environment, that single turns have rewards or advantages of
+    their own. `states` are those of rollouts that have not been scored.
+    """
+    names = {
+        name
+        for state in states
+        for step in state["trajectory"]
+        for name in ("reward", "advantage")
+        if step.get(name) is not None
+    }
+    if names and tag not in _tags_with_turn_rewards:
+        _tags_with_turn_rewards.add(tag)
+        _log.warning(
+            "%s: the environment sets the %s of single turns, which is not used; a rollout is trained "
+            "on the reward of its rubric",
+            tag,
+            " and the ".join(sorted(names)),
+        )
 
 
 def _reward_and_metrics(state: Any) -> tuple[float, Metrics]:
