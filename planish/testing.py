@@ -308,11 +308,32 @@ TINY_SIZES: dict[str, Any] = {
 """The sizes of the models of `tiny_transformers_model`. A config takes those that it has."""
 
 
+_TEXT_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "sliding_window"),
+    *("pad_token_id", "bos_token_id", "eos_token_id"),
+)
 TINY_OPTIONS: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8, "n_ctx": 512},
     "deepseek_v4": {"head_dim": 64},
     "dots1": {"n_shared_experts": 1},
     "falcon": {"head_dim": None, "alibi": False},
+    "gemma4": {
+        "text_config": {
+            **{key: TINY_SIZES[key] for key in _TEXT_SIZES},
+            "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        },
+        "vision_config": {
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+        },
+    },
     "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2},
     "gptj": {"rotary_dim": 8},
     "lfm2_moe": {

@@ -175,8 +175,8 @@ class AdapterReader:
         name = text_model_name(module)
         match = _LAYER_NAME.fullmatch(name)
         if self._model.hf is not None:
-            has_images = self._model.hf.vision is not None
-            place = self._place_of_transformers(module if has_images else name, pair)
+            is_multimodal = self._model.hf.is_multimodal
+            place = self._place_of_transformers(module if is_multimodal else name, pair)
             if place is not None:
                 return place
         elif match is not None and int(match[1]) < self._model.num_layers:

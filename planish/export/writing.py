@@ -25,7 +25,7 @@ from planish.export.origin import Origin
 from planish.model.config import ModelConfig
 from planish.model.hf_config.families import is_multimodal
 from planish.model.hf_config.json_fields import read_json
-from planish.model.inspection.vision import is_vision_type
+from planish.model.inspection.vision import is_multimodal_type
 from planish.model.listing import list_models
 from planish.model.sources import HUB_FILES, TOKENIZER_FILES, resolve_model
 from planish.model.weights import text_model_name, weights_fingerprint
@@ -163,8 +163,8 @@ def _write_adapter(
     config: dict[str, Any] = {**update.config.fields, "base_model_name_or_path": base.hub_name}
     model_prefix = "model."
     fields = {} if base.directory is None else read_json(base.directory / "config.json")
-    # The adapter of a model with images has transformers' names, and excludes the vision tower.
-    has_images = is_vision_type(fields.get("model_type")) or bool(config.get("exclude_modules"))
+    # The adapter of transformers' multimodal model has its names, and excludes the towers.
+    has_towers = is_multimodal_type(fields.get("model_type")) or bool(config.get("exclude_modules"))
     if is_multimodal(fields):
         model_prefix = "model.language_model."
         modules = config["target_modules"]
@@ -174,8 +174,8 @@ def _write_adapter(
             config["target_modules"] = rf".*language_model.*\.({'|'.join(modules)})"
     tensors = {}
     for module, pair in update.pairs.items():
-        name = HEAD if is_head(module) else module if has_images else text_model_name(module)
-        if name.startswith("model.") and not has_images:
+        name = HEAD if is_head(module) else module if has_towers else text_model_name(module)
+        if name.startswith("model.") and not has_towers:
             name = model_prefix + name.removeprefix("model.")
         tensors[f"{PEFT_PREFIX}{name}.lora_A.weight"] = pair.a.load().to(dtype)
         tensors[f"{PEFT_PREFIX}{name}.lora_B.weight"] = pair.b.load().to(dtype)

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("family", ["glm4", "mixtral", "gpt2", "deepseek_v3", "lfm2"])
+@pytest.mark.parametrize("family", ["glm4", "mixtral", "gpt2", "deepseek_v3", "lfm2", "gemma4"])
 def test_an_exported_adapter_gives_peft_the_same_logprobs_and_is_imported(tmp_path, family):
     base = tiny_transformers_model(tmp_path / "base", family, tie_word_embeddings=False)
     made = train_adapter(tmp_path / "data", base, True, True, True, "sampler_weights")
@@ -59,7 +59,7 @@ def test_an_adapter_of_a_model_with_images_is_exported_and_imported(tmp_path, fa
     np.testing.assert_allclose(imported, made.logprobs, atol=FLOAT32)
 
 
-@pytest.mark.parametrize("family", ["glm4", "lfm2"])
+@pytest.mark.parametrize("family", ["glm4", "lfm2", "gemma4"])
 def test_a_merged_model_has_the_adapters_logprobs(tmp_path, family):
     base = tiny_transformers_model(tmp_path / "base", family, tie_word_embeddings=False)
     made = train_adapter(tmp_path / "data", base, True, True, True, "sampler_weights")

@@ -47,7 +47,9 @@ from planish.types import (
 )
 
 CPU = torch.device("cpu")
-MODEL_TYPES = ["qwen3_vl", "gemma3", "qwen3_5", "qwen2_5_vl", "qwen2_vl", "qwen3_vl_moe"]
+MODEL_TYPES = [
+    *("qwen3_vl", "gemma3", "qwen3_5", "qwen2_5_vl", "qwen2_vl", "qwen3_vl_moe", "qwen3_5_moe")
+]
 START, END, IMAGE = 270, 271, 272
 VISION_MODULES = r".*\b(visual|vision_tower|multi_modal_projector)\..*"
 TEXT_TOKENS = 256

@@ -41,6 +41,7 @@ FAMILIES = [
     "llama4_text",
     "lfm2_moe",
     "lfm3",
+    "gemma4",
 ]
 
 
@@ -96,6 +97,7 @@ def peft_model(path, layout: LoraLayout, master: torch.Tensor):
             lora_alpha=32,
             target_modules=fields["target_modules"],
             target_parameters=fields.get("target_parameters"),
+            exclude_modules=fields.get("exclude_modules"),
         ),
     )
     parameters = dict(peft.named_parameters())

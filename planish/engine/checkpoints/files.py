@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 
 from planish.errors import CheckpointError, DamagedFileError, StorageError
 from planish.files import set_default_mode, sync
+from planish.model.inspection.vision import TOWERS
 from planish.model.linears import is_mlp, num_experts_of, trainable_linears
 from planish.types import LoraConfig
 
@@ -252,9 +253,9 @@ def _peft_targets_of_linears(model: ModelConfig, targets: set[str]) -> dict[str,
     fields: dict[str, Any] = {"target_modules": sorted(modules)}
     if parameters:
         fields["target_parameters"] = sorted(parameters)
-    if model.hf is not None and model.hf.vision is not None:
+    if model.hf is not None and model.hf.is_multimodal:
         # Linears of the vision tower may have the names of the text model's.
-        fields["exclude_modules"] = r".*\bvisual\..*"
+        fields["exclude_modules"] = TOWERS
     return fields
 
 

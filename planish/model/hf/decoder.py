@@ -50,7 +50,7 @@ class TransformersDecoder:
         """
         assert backend.config.hf is not None
         self.config, self.backend, self._modules = backend.config, backend, backend.config.hf
-        model = load_model(directory, backend.config.hf.vision is not None, backend.dtype)
+        model = load_model(directory, self._modules.is_multimodal, backend.dtype)
         model.to(backend.device)
         head = model.get_submodule(self._modules.head_name)
         bias = None if head.bias is None else head.bias.detach()
@@ -121,10 +121,10 @@ class TransformersDecoder:
         return hidden if scale == 1 else hidden * scale
 
 
-def load_model(directory: Path, has_vision: bool, dtype: torch.dtype) -> Any:
+def load_model(directory: Path, is_multimodal: bool, dtype: torch.dtype) -> Any:
     """Return the model in `directory` with planish's attention, its weights memory-mapped.
 
-    `has_vision`: whether to load a vision tower too, which keeps torch's attention. Raises
+    `is_multimodal`: whether it has towers too, which keep torch's attention. Raises
     UnsupportedError if the weights are pickled, and DamagedFileError if they do not fit the model.
     """
     from transformers import AttentionInterface
@@ -134,10 +134,10 @@ def load_model(directory: Path, has_vision: bool, dtype: torch.dtype) -> Any:
     try:
         with quiet():
             parts = {"": ATTENTION, "text_config": ATTENTION, "vision_config": "sdpa"}
-            loaded: Any = auto_class(has_vision).from_pretrained(
+            loaded: Any = auto_class(is_multimodal).from_pretrained(
                 directory,
                 dtype=dtype,
-                attn_implementation=parts if has_vision else ATTENTION,
+                attn_implementation=parts if is_multimodal else ATTENTION,
                 use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,

@@ -38,7 +38,7 @@ from planish.model.inspection.probing import (
     quiet,
     record_attention,
 )
-from planish.model.inspection.vision import auto_class, is_vision_type, vision_modules
+from planish.model.inspection.vision import auto_class, is_multimodal_type, vision_modules
 
 IGNORED_FIELDS = frozenset(
     (
@@ -158,7 +158,7 @@ def hf_config(directory: Path, fields: Mapping[str, Any]) -> Any:
         )
     names = (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-        if is_vision_type(model_type)
+        if is_multimodal_type(model_type)
         else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     )
     known = names.get(str(model_type), ())
@@ -184,8 +184,8 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
     Raises UnsupportedError with the reason if planish cannot run the model.
     """
     text_config = config.get_text_config(decoder=True)
-    vision = vision_modules(config)
-    if text_config is not config and vision is None:
+    vision, is_multimodal = vision_modules(config), is_multimodal_type(config.model_type)
+    if text_config is not config and not is_multimodal:
         raise UnsupportedError(
             f"{type(config).__name__} contains several models, and planish runs text models only"
         )
@@ -193,7 +193,7 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
         raise UnsupportedError("it has an encoder, and planish runs decoders only")
     with quiet():
         model = meta_model(config)
-        layers_name = _layers_name(model, text_config.num_hidden_layers, vision is not None)
+        layers_name = _layers_name(model, text_config.num_hidden_layers, is_multimodal)
         _check_layer_types(text_config, model.get_submodule(layers_name))
         convolutions = _short_convolutions(model.get_submodule(layers_name))
         _check_mixing(model, layers_name, convolutions)
@@ -205,7 +205,7 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
         ]
         weight_shapes = tuple((n, tuple(w.shape)) for n, w in model.named_parameters())
         base_name = base_model_name(layers_name)
-        text_model = text_part_name(layers_name, vision is not None)
+        text_model = text_part_name(layers_name, is_multimodal)
         calls = record_attention(model, model.get_submodule(text_model), max_context)
         _check_one_call_per_layer(calls, layers_name, len(layer_linears), convolutions)
         _check_attention(calls)
@@ -232,6 +232,7 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
             settings_digest=settings_digest,
             head_scale=head_function.scale,
             vision=vision,
+            is_multimodal=is_multimodal,
         ),
         attention=tuple(calls),
         short_conv=_short_conv_config(convolutions),
@@ -255,7 +256,7 @@ def meta_model(config: Any) -> Any:
 
     try:
         with torch.device("meta"):
-            model = auto_class(is_vision_type(config.model_type)).from_config(
+            model = auto_class(is_multimodal_type(config.model_type)).from_config(
                 config, attn_implementation="eager"
             )
     except Exception as error:  # Model classes raise many kinds of errors for odd configs.
@@ -339,13 +340,13 @@ def _max_context(config: Any) -> int:
     )
 
 
-def _layers_name(model: Any, num_layers: int, has_vision: bool) -> str:
+def _layers_name(model: Any, num_layers: int, is_multimodal: bool) -> str:
     """Return the name of the list of decoder layers. It is not in a vision tower."""
     from torch import nn
 
     for name, module in model.named_modules():
         is_layers = isinstance(module, nn.ModuleList) and len(module) == num_layers
-        if is_layers and (not has_vision or ".language_model." in name):
+        if is_layers and (not is_multimodal or ".language_model." in name):
             return str(name)
     raise UnsupportedError(f"it has no list of {num_layers} layers (num_hidden_layers)")
 

@@ -67,11 +67,13 @@ class HFModules:
     """The factor of the logits (Granite, Cohere)."""
     vision: VisionConfig | None = None
     """The vision tower; None for a model that reads only text."""
+    is_multimodal: bool = False
+    """Whether the text model is a part of a model with towers, which planish may leave out."""
 
     @property
     def text_model_name(self) -> str:
         """The name of the module that has the embedding, the layers and the last norm."""
-        return text_part_name(self.layers_name, self.vision is not None)
+        return text_part_name(self.layers_name, self.is_multimodal)
 
     @property
     def base_name(self) -> str:
@@ -101,6 +103,6 @@ def base_model_name(layers_name: str) -> str:
     return layers_name.partition(".")[0]
 
 
-def text_part_name(layers_name: str, has_vision: bool) -> str:
+def text_part_name(layers_name: str, is_multimodal: bool) -> str:
     """Return the name of the module that has the embedding, the layers and the last norm."""
-    return layers_name.rpartition(".")[0] if has_vision else base_model_name(layers_name)
+    return layers_name.rpartition(".")[0] if is_multimodal else base_model_name(layers_name)

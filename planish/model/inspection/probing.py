@@ -216,7 +216,7 @@ def find_head_function(model: Any, base_name: str, hidden_size: int) -> HeadFunc
     scale = 1.0 if abs(scale - 1) < 1e-3 else scale
     if torch.allclose(logits, outputs * scale, rtol=1e-3):
         return HeadFunction(scale, None)
-    cap = getattr(model.config, "final_logit_softcapping", None)
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     if cap and torch.allclose(logits, cap * (outputs * scale / cap).tanh(), rtol=1e-3, atol=1e-3):
         return HeadFunction(scale, float(cap))
     raise UnsupportedError("its logits are no known function of the output of its head")

@@ -13,6 +13,20 @@ VISION_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 processor and RoPE positions of images.
 """
 
+TEXT_ONLY_MODEL_TYPES = ("gemma4",)
+"""The model types with towers of which planish runs the text model alone, by the code of
+transformers.
+"""
+TOWERS = r".*\b(visual|vision_tower|embed_vision|audio_tower|embed_audio)\..*"
+"""The names of modules outside of the text model, as a pattern for PEFT."""
+
+
+def is_multimodal_type(model_type: object) -> bool:
+    """Return whether transformers' code computes the text model of a model of this type, which also
+    has a vision tower.
+    """
+    return is_vision_type(model_type) or model_type in TEXT_ONLY_MODEL_TYPES
+
 
 def is_vision_type(model_type: object) -> bool:
     """Return whether transformers' code computes the layers of a model of this type with images."""
@@ -48,8 +62,8 @@ def vision_modules(config: Any) -> VisionConfig | None:
     )
 
 
-def auto_class(has_vision: bool) -> Any:
+def auto_class(is_multimodal: bool) -> Any:
     """Return transformers' class that creates and loads models with or without a vision tower."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+    return AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
