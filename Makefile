@@ -1,6 +1,6 @@
 # demo and test do all their own set-up: a virtual environment, pinned packages, the embedded model.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-extras test-vllm lint docs site dist release bench bench-peers clean
+.PHONY: help setup demo test test-all test-extras test-vllm lint docs site dist release bench bench-peers clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -46,6 +46,7 @@ PYTHONS ?= python3.12 python3.13
 
 help:
 	@echo "make demo   train the embedded model on sums and show the reward curve (a few minutes)"
+	@echo "make setup  a virtual environment in .venv, with all that the tests need"
 	@echo "make test   the test suite"
 	@echo "make test-all  the slow tests: servers, crashes, started programs, interpreted Triton kernels"
 	@echo "make test-extras  tests with the real Inspect, verifiers, Trackio, TRL, sentencepiece, OpenAI clients and tinker-cookbook"
@@ -58,6 +59,8 @@ help:
 	@echo "make bench  rollouts and training against transformers and PEFT on this machine (a quarter of an hour)"
 	@echo "make bench-peers  all works and all peers (hours; downloads some gigabytes)"
 	@echo "make clean  remove everything that these commands made, except the cached model"
+
+setup: $(VENV)/.dev
 
 demo: $(VENV)/.model
 	$(BIN)/python -m planish.recipes.demo

@@ -22,6 +22,7 @@ from planish import logtree
 from planish.errors import AbstainError, UserError
 from planish.files import read_rows
 from planish.renderers import get_renderer
+from planish.rl.advantages import ADVANTAGES
 from planish.rl.data_processing import compute_advantages
 from planish.rl.environments.problem_env import ProblemEnv
 from planish.rl.environments.reward_env import RewardEnv
@@ -260,7 +261,7 @@ def test_an_answer_is_left_out_if_its_grader_abstains(
     assert metrics["env/all/total_episodes"] == 2
 
 
-@pytest.mark.parametrize("estimator", ["mean", "std", "leave_one_out", "none"])
+@pytest.mark.parametrize("estimator", ADVANTAGES)
 def test_a_group_may_lose_all_its_answers(renderer, estimator):
     group = rolled_out(renderer, "problem", abstaining, "xx")
     other = rolled_out(renderer, "problem", abstaining, "34")

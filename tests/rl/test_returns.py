@@ -19,6 +19,7 @@ from metric_tables import definition_of
 from planish.completers import TokensWithLogprobs
 from planish.errors import UserError
 from planish.files import read_rows
+from planish.rl.advantages import ADVANTAGES
 from planish.rl.data_processing import assemble_training_data, trajectory_to_data
 from planish.rl.returns import TrainingRewards, discounted_returns, overlong_penalty
 from planish.rl.types import Trajectory, TrajectoryGroup, Transition
@@ -83,7 +84,7 @@ def test_the_advantage_of_a_turn_equals_its_formula(seed, discount):
             assert advantage == pytest.approx(float(rest(rewards_T, t) - mean), abs=1e-12)
 
 
-@pytest.mark.parametrize("estimator", ["mean", "std", "leave_one_out", "none"])
+@pytest.mark.parametrize("estimator", ADVANTAGES)
 def test_episodes_of_one_turn_do_not_depend_on_the_discount(estimator):
     group = random_group(0, num_turns=1)
     plain = TrainingRewards(estimator).advantages(group)
