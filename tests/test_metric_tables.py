@@ -16,6 +16,7 @@ from planish.types import ModelInput
         ("env/gsm8k/level_5/reward/total", "env/<tag>/reward/total"),
         ("test/env/all/correct", "env/<tag>/correct"),
         ("hard_sums/env/all/by_group/frac_mixed", "env/<tag>/by_group/frac_mixed"),
+        ("env/all/ended", "env/<tag>/ended"),
         ("env/all/stop/max_tokens", "env/<tag>/stop/<reason>"),
         ("env/all/guesses", "env/<tag>/<name>"),
         ("env/all/tool_calls", "env/<tag>/tool_calls"),
