@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
@@ -53,23 +54,23 @@ def page() -> str:
         _table(("what", "limit", "beyond it"), BODIES),
         "",
         "## One tenant\n",
-        "[The settings](server.md#memory-and-limits) limit a tenant's sessions, models, samplers, "
-        "storage, queued",
-        "requests and tokens per minute. A tenant may use half of the memory for bodies and half of "
-        "the server's",
-        "connections; a request beyond it gets status 503.\n",
+        _prose(
+            "[The settings](server.md#memory-and-limits) limit a tenant's sessions, models, samplers, "
+            "storage, queued requests and tokens per minute. A tenant may use half of the memory for "
+            "bodies and half of the server's connections; a request beyond it gets status 503."
+        ),
         "## Images\n",
         _IMAGES,
         _table(("what", "limit", "beyond it"), _image_rows()),
         "",
         "## Constraints\n",
-        "Each constraint of a tenant is compiled in a process of its own, which also computes its "
-        "masks.",
-        "The kernel ends a process that exceeds a limit. Then the requests with this constraint "
-        "fail, and",
-        f"the tenant cannot use it for {refusals.REFUSAL_SECONDS / 60:g} minutes. On macOS only "
-        "the limits of time hold.",
-        "A restart of the server forgets such refusals.\n",
+        _prose(
+            "Each constraint of a tenant is compiled in a process of its own, which also computes its "
+            "masks. The kernel ends a process that exceeds a limit. Then the requests with this "
+            "constraint fail, and the tenant cannot use it for "
+            f"{refusals.REFUSAL_SECONDS / 60:g} minutes. On macOS only the limits of time hold. A "
+            "restart of the server forgets such refusals."
+        ),
         _table(("what", "limit", "beyond it"), _constraint_rows()),
         "",
         "## Streams\n",
@@ -86,34 +87,30 @@ def page() -> str:
         "",
         _MODEL_FILES,
         "## JSON requests\n",
-        "`[]` stands for the items of a list, and `*` for the entries of an object. In "
-        "`POST /forward_backward`,",
-        "`forward_input` is called `forward_backward_input`. `POST /planish/draw` takes "
-        f"{JSON_LIMITS['/planish/draw']['requests'].limit} in",
-        "`requests`, each with the fields of `/asample`.\n",
+        _prose(
+            "`[]` stands for the items of a list, and `*` for the entries of an object. In `POST "
+            "/forward_backward`, `forward_input` is called `forward_backward_input`. `POST "
+            f"/planish/draw` takes {JSON_LIMITS['/planish/draw']['requests'].limit} in `requests`, "
+            "each with the fields of `/asample`."
+        ),
         *_request_tables(_api_fields()),
         "## Protobuf: POST /api/v1/forward_backward\n",
         _grouped(_limits_in_words(PROTOBUF_LIMITS)),
         "",
         "## Requests of OpenAI and Anthropic clients\n",
-        f"The JSON of one parameter has at most {MAX_OPTION_BYTES >> 10} KiB. The text of "
-        "`messages`, `tools` and a",
-        "prompt must fit the model's context. Its limit in characters is the context's number of "
-        "tokens",
-        "times the length of the longest token of the vocabulary. A token longer than "
-        f"{MAX_CHARACTERS_PER_TOKEN}",
-        f"characters counts as {MAX_CHARACTERS_PER_TOKEN}. All prompts of a request together have "
-        "the same limit, or",
-        "8,388,608 characters if that is more. The server tokenizes several bodies at once, with "
-        "at most",
-        f"{MAX_TOKENIZED_BYTES >> 20} MiB of text together. The other bodies wait for their "
-        "tenant's turn.",
-        "An answer may need "
-        f"{protocol.MAX_ANSWER_BYTES >> 20:,} MiB of memory, estimated from `n`, the maximum number "
-        "of tokens and",
-        "the logprobs per token. A request for more gets status 400. `GET /openapi.json` has "
-        "all fields; the tables",
-        "leave out those that take one of a few values.\n",
+        _prose(
+            f"The JSON of one parameter has at most {MAX_OPTION_BYTES >> 10} KiB. The text of "
+            "`messages`, `tools` and a prompt must fit the model's context. Its limit in characters is "
+            "the context's number of tokens times the length of the longest token of the vocabulary, "
+            f"which counts as at most {MAX_CHARACTERS_PER_TOKEN} characters. All prompts of a request "
+            "together have the same limit, or 8,388,608 characters if that is more. The server "
+            "tokenizes several bodies at once, with at most "
+            f"{MAX_TOKENIZED_BYTES >> 20} MiB of text together; the others wait for their tenant's "
+            "turn. An answer may need "
+            f"{protocol.MAX_ANSWER_BYTES >> 20:,} MiB of memory, estimated from `n`, the maximum "
+            "number of tokens and the logprobs per token. A request for more gets status 400. `GET "
+            "/openapi.json` has all fields; the tables leave out those that take one of a few values."
+        ),
         *_request_tables(
             {f"POST {path}": fields for path, fields in openai_fields().items()},
             leaves_out_choices=True,
@@ -132,6 +129,10 @@ def page() -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _prose(text: str) -> str:
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def _constraint_rows() -> list[tuple[str, str, str]]:
