@@ -143,6 +143,17 @@ def plan_fleet(
             f"replicas={count}: each replica needs a device of its own, and {where} {num_devices} "
             f"{kind}; give at most {num_devices}"
         )
+    _check_cpus(count - len(absent), cpus, uses_gpus and ray is not None)
     per_replica = max(1, cpus // max(count, default))
     resources = Resources(1 if uses_gpus else 0, 1 if uses_gpus else per_replica)
     return FleetPlan(count, resources, cpus, gpus, is_own_cluster, ray is not None, absent)
+
+
+def _check_cpus(needed: int, free: int, is_gpu_cluster: bool) -> None:
+    """Raise UserError if replicas on the GPUs of a cluster would wait for CPUs forever."""
+    if is_gpu_cluster and free < needed:
+        raise UserError(
+            f"replicas={needed}: each replica needs a CPU beside its GPU, and free in the cluster "
+            f"are {free} CPUs; give fewer replicas, start Ray on the machines with a larger "
+            "--num-cpus, or end other programs of the cluster"
+        )

@@ -59,7 +59,12 @@ from planish.server.http.connections import ConnectionLimits, ConnectionTable, p
 from planish.server.http.context import HttpState
 from planish.server.http.graceful_stop import RESPONSE_SECONDS, STOP_SECONDS, drain
 from planish.server.http.keys import read_keys
-from planish.server.http.metrics_page import ReplicaMetrics, SubstitutedLosses, metrics_route
+from planish.server.http.metrics_page import (
+    EngineSamples,
+    ReplicaMetrics,
+    SubstitutedLosses,
+    metrics_route,
+)
 from planish.server.memory_plan import MemoryPlan, device_memory, memory_plan
 from planish.server.openai import routes
 from planish.server.openai.lora_adapters import LoraAdapters
@@ -251,6 +256,8 @@ def _application(
     ]
     if isinstance(engine, ServedFleet):
         registry.register(ReplicaMetrics(engine.status))
+    if isinstance(engine, VllmEngine):
+        registry.register(EngineSamples(engine.engine_samples))
     if import_adapter is not None:
         uploads = Uploads(server, models, import_adapter)
         other_routes += routes_uploads.routes(uploads)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from planish import ServiceClient, UserError
+from planish.fleet import plan
 from planish.fleet.link import EngineStatus
 from planish.fleet.replica import Watch, check_same
 from planish.fleet.routing import PrefixTable
@@ -171,3 +172,18 @@ def test_rollouts_on_a_cluster_need_ray(monkeypatch):
 def test_rollout_processes_are_a_number_or_ray(value):
     with pytest.raises((UserError, TypeError), match="rollout_processes"):
         rl_basic.main(recipe_options(rollout_processes=value))
+
+
+def test_replicas_on_gpus_do_not_wait_for_cpus_that_the_cluster_lacks(monkeypatch):
+    free = {"GPU": 8, "CPU": 3}
+    for name, function in {
+        "import_ray": lambda: None,
+        "join_cluster": lambda address: False,
+        "has_gpus": lambda: True,
+        "free_devices": lambda kind: free[kind],
+        "wait_for_devices": lambda kind, needed: free[kind],
+    }.items():
+        monkeypatch.setattr(plan, name, function)
+    with pytest.raises(UserError, match="replicas=8: each replica needs a CPU beside its GPU"):
+        plan.plan_fleet("auto", None, "auto")
+    assert plan.plan_fleet("auto", 3, "auto").num_replicas == 3

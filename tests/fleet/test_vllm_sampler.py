@@ -191,6 +191,9 @@ def test_planish_serve_samples_from_vllm(server, model_dir, adapter_dir, tmp_pat
         sampler = training_client.save_weights_and_get_sampling_client()
         assert len(served_adapters(server) - before) == 1
         assert gap(sampler) < 1e-4
+        sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2, top_p=0.5)).result(WAIT)
+        page = httpx2.get(f"{front.url}/metrics").text
+        assert 'planish_engine_samples_total{option="top_p"} 1.0' in page
 
 
 @pytest.mark.slow

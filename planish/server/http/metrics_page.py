@@ -106,6 +106,25 @@ class SubstitutedLosses(Collector):
         yield family
 
 
+@dataclass(frozen=True, eq=False)
+class EngineSamples(Collector):
+    """A collector that counts the requests that vLLM did not sample, because it lacks an option."""
+
+    counts: Mapping[str, int]
+    """Maps an option to a number of requests. See `VllmEngine.engine_samples`."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the counts as one counter with the label `option`."""
+        family = CounterMetricFamily(
+            "planish_engine_samples",
+            "Number of sample requests that the engine answered in place of vLLM (--sampler)",
+            labels=("option",),
+        )
+        for option, count in dict(self.counts).items():
+            family.add_metric((option,), count)
+        yield family
+
+
 @dataclass(frozen=True)
 class _ReplicaMetric:
     """A metric of each replica."""
