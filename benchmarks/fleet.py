@@ -3,8 +3,9 @@ replicas than this machine has.
 
     python benchmarks/fleet.py            writes results/fleet.json; needs planish[ray]
 
-Iterations (W3) alternate between the systems, so that a change of the machine's speed affects all:
-an engine in this process, fleets with one CPU for each replica, and one replica with two CPUs. The
+The systems run one after another, so that their memory does not add up: an engine in this process,
+fleets with one CPU for each replica, one replica with two CPUs, and the engine again. Each runs
+iterations (W3), of which the first does not count, and prints its figures when it is done. The
 simulation takes the measured costs of one iteration and asks for n replicas which part of a step
 does not shrink with n: the head's process, which submits requests and receives results; the object
 store, which sends each version to each replica; and the home, which adds gradients and steps.
@@ -51,7 +52,19 @@ class Options:
 
 
 @dataclass(frozen=True)
-class StepCosts:
+class HomeCosts:
+    """The costs of the home replica in one iteration, in seconds unless said otherwise."""
+
+    export_seconds: float
+    """The home packs and names its weights."""
+    version_bytes: int
+    gradient_bytes: int
+    home_seconds: float
+    """The optimizer step, and the addition of one gradient."""
+
+
+@dataclass(frozen=True)
+class StepCosts(HomeCosts):
     """The costs of one iteration, in seconds unless said otherwise."""
 
     compute_seconds: float
@@ -60,12 +73,6 @@ class StepCosts:
     """Processor time of the head's process with one replica."""
     head_seconds_per_replica: float
     """What each further replica adds to it."""
-    export_seconds: float
-    """The home packs and names its weights."""
-    version_bytes: int
-    gradient_bytes: int
-    home_seconds: float
-    """The optimizer step, and the addition of one gradient."""
 
 
 @dataclass(frozen=True)
@@ -107,39 +114,52 @@ def simulate(costs: StepCosts, replicas: int) -> SimulatedStep:
 def main(options: Options) -> None:
     report = header(options)
     shape = (SMALL_WORKLOADS if options.small else WORKLOADS)["W3"].shape
-    # Ray gives each replica as many threads as CPUs, unless this variable says otherwise. The
-    # fleets take turns, so the cluster may have more CPUs than the machine.
+    # Ray gives each replica as many threads as CPUs, unless this variable says otherwise.
     os.environ.pop("OMP_NUM_THREADS", None)
-    num_cpus = sum(options.replicas) + 2
-    start_cluster(num_cpus=num_cpus, num_gpus=0, object_store_bytes=1 << 30)
+    start_cluster(num_cpus=max(2, *options.replicas), num_gpus=0, object_store_bytes=1 << 30)
     torch.set_num_threads(1)  # for the engine in this process
+    summaries: dict[str, dict[str, Any]] = {}
+    home_costs: HomeCosts | None = None
     with tempfile.TemporaryDirectory() as directory:
-        fleets = {
-            f"{count} replicas, 1 CPU each": start_fleet(options.model, directory, count, 1)
-            for count in options.replicas
-        }
-        fleets["1 replica, 2 CPUs"] = start_fleet(options.model, directory, 1, 2)
-        engine = planish.ServiceClient(data_dir=directory)
-        clients = {"engine in this process": engine} | {
-            name: planish.ServiceClient(service=fleet) for name, fleet in fleets.items()
-        }
-        systems = {name: measured_client(client, options) for name, client in clients.items()}
-        rows: dict[str, list[dict[str, float]]] = {name: [] for name in systems}
-        for number in range(options.rounds + 1):
-            for name, client in systems.items():
-                rows[name].append(measure(client, shape, number))
-        costs = step_costs(next(iter(fleets.values())), systems, rows, options.replicas)
-        report["systems"] = {
-            name: summary(measured[1:], fleets.get(name)) for name, measured in rows.items()
-        }
-        report["costs"] = asdict(costs)
-        report["simulation"] = [asdict(simulate(costs, count)) for count in SIMULATED]
-        engine.close()
-        for fleet in fleets.values():
-            fleet.close()
+        for name, (replicas, cpus) in systems(options.replicas).items():
+            fleet = start_fleet(options.model, directory, replicas, cpus) if replicas else None
+            service = planish.ServiceClient(data_dir=directory, service=fleet)
+            client = service.create_lora_training_client(
+                options.model, rank=32, train_unembed=False
+            )
+            rows = [measure(client, shape, number) for number in range(options.rounds + 1)]
+            summaries[name] = summary(rows[1:], fleet)
+            print(json.dumps({name: summaries[name]}), flush=True)
+            if fleet is not None and home_costs is None:
+                home_costs = measure_home(fleet, client)
+            del client
+            service.close()
+            if fleet is not None:
+                fleet.close()
     leave_cluster()
+    assert home_costs is not None
+    costs = step_costs(home_costs, summaries, options.replicas)
+    report["systems"] = summaries
+    report["costs"] = asdict(costs)
+    report["simulation"] = [asdict(simulate(costs, count)) for count in SIMULATED]
     write_atomically(options.directory / "fleet.json", json.dumps(report, indent=1) + "\n")
     print(json.dumps({name: report[name] for name in ("systems", "simulation")}, indent=1))
+
+
+def fleet_name(replicas: int) -> str:
+    return f"{replicas} replicas, 1 CPU each"
+
+
+def systems(replicas: Sequence[int]) -> dict[str, tuple[int, int]]:
+    """Return the number of replicas of each system, 0 for an engine in this process, and the CPUs
+    of each replica. The engine comes first and last, which shows how much the machine has changed.
+    """
+    return {
+        "engine in this process": (0, 1),
+        **{fleet_name(count): (count, 1) for count in replicas},
+        "1 replica, 2 CPUs": (1, 2),
+        "engine in this process, again": (0, 1),
+    }
 
 
 def start_fleet(model: str, directory: str, replicas: int, cpus: int) -> Fleet:
@@ -147,10 +167,6 @@ def start_fleet(model: str, directory: str, replicas: int, cpus: int) -> Fleet:
     return Fleet(
         lambda: RayLink(engine_options, Resources(0, cpus)), replicas, put=import_ray().put
     )
-
-
-def measured_client(client: planish.ServiceClient, options: Options) -> planish.TrainingClient:
-    return client.create_lora_training_client(options.model, rank=32, train_unembed=False)
 
 
 def measure(client: planish.TrainingClient, shape: Shape, number: int) -> dict[str, float]:
@@ -179,17 +195,8 @@ def summary(rows: list[dict[str, float]], fleet: Fleet | None) -> dict[str, Any]
     return {**medians, "replica_bytes": memory, "rounds": rows}
 
 
-def step_costs(
-    fleet: Fleet,
-    systems: Mapping[str, planish.TrainingClient],
-    rows: Mapping[str, list[dict[str, float]]],
-    replicas: Sequence[int],
-) -> StepCosts:
-    """Return the costs of a step on the first fleet, which is the smallest one."""
-    names = list(systems)[1:-1]  # the fleets with one CPU for each replica
-    client = systems[names[0]]
-    medians = [summary(rows[name][1:], None) for name in names]
-    growth = medians[-1]["head_seconds"] - medians[0]["head_seconds"]
+def measure_home(fleet: Fleet, client: planish.TrainingClient) -> HomeCosts:
+    """Return the costs of the home replica of the fleet's model."""
     home = fleet.replicas.replicas[0].engine
     export_start = time.perf_counter()
     version = home.submit(ExportWeights(client.model_id)).result()
@@ -200,14 +207,25 @@ def step_costs(
     client.forward_backward(data, "cross_entropy").result()
     step_start = time.perf_counter()
     client.optim_step(planish.AdamParams(learning_rate=0.0)).result()
+    return HomeCosts(
+        export_seconds,
+        version.content.nbytes,
+        4 * version.vector().numel(),
+        time.perf_counter() - step_start,
+    )
+
+
+def step_costs(
+    home: HomeCosts, summaries: Mapping[str, Mapping[str, Any]], replicas: Sequence[int]
+) -> StepCosts:
+    """Return the costs of a step on the first fleet, which is the smallest one."""
+    first, last = (summaries[fleet_name(replicas[index])] for index in (0, -1))
+    growth = last["head_seconds"] - first["head_seconds"]
     return StepCosts(
-        compute_seconds=medians[0]["seconds"] - medians[0]["head_seconds"],
-        head_seconds=medians[0]["head_seconds"],
+        compute_seconds=first["seconds"] - first["head_seconds"],
+        head_seconds=first["head_seconds"],
         head_seconds_per_replica=max(0.0, growth / max(1, replicas[-1] - replicas[0])),
-        export_seconds=export_seconds,
-        version_bytes=version.content.nbytes,
-        gradient_bytes=4 * version.vector().numel(),
-        home_seconds=time.perf_counter() - step_start,
+        **asdict(home),
     )
 
 
