@@ -177,8 +177,8 @@ class DPODatasetBuilderFromComparisons(ChatDatasetBuilder):
             return comparison_to_data(labeled, renderer, config.max_length)
 
         return RowDataset.from_splits(
-            distinct_pairs(train, "train"),
-            distinct_pairs(test, "test"),
+            in_one_sequence(distinct_pairs(train, "train"), renderer, "train"),
+            in_one_sequence(distinct_pairs(test, "test"), renderer, "test"),
             config.batch_size,
             to_batch,
             self.shuffle_seed,
@@ -258,6 +258,44 @@ def distinct_pairs(comparisons: Sequence[LabeledComparison], split: str) -> list
     Warnings count the comparisons that are left out.
     """
     return without_identical(without_ties(comparisons, split), split)
+
+
+def in_one_sequence(
+    comparisons: Sequence[LabeledComparison], renderer: Renderer, split: str
+) -> list[LabeledComparison]:
+    """Return the comparisons whose answers are one sequence each. A warning counts the others: an
+    answer of several turns, in a format that strips the reasoning of earlier turns, is several
+    sequences, whose logprobs are not those of one answer.
+    """
+    kept = [
+        labeled
+        for labeled in comparisons
+        if not any(
+            _is_several_sequences(labeled.comparison.prompt_conversation, answer, renderer)
+            for answer in labeled.ranked or ()
+        )
+    ]
+    if len(kept) < len(comparisons):
+        ids = set(map(id, kept))
+        first = next(labeled for labeled in comparisons if id(labeled) not in ids)
+        _log.warning(
+            "%d of %d %s pairs have an answer of several turns, the first in %s, and the chat format "
+            "%s strips the reasoning of earlier turns; these pairs are left out. Give answers of one "
+            "turn, or a renderer_name that keeps the reasoning",
+            len(comparisons) - len(kept),
+            len(comparisons),
+            split,
+            first.location or "the first such pair",
+            renderer.name,
+        )
+    return kept
+
+
+def _is_several_sequences(prompt: Messages, answer: Messages, renderer: Renderer) -> bool:
+    if all(message.get("role") != "user" for message in answer):
+        return False  # one turn: nothing has to be rendered
+    conversation = answer_conversation(prompt, answer)
+    return len(renderer.build_supervised_examples(conversation, TrainOnWhat.CUSTOMIZED)) > 1
 
 
 def require_answers_alone(config: ChatDatasetBuilderCommonConfig) -> None:

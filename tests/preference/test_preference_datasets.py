@@ -13,7 +13,7 @@ from planish.preference.datasets import (
     pairs_of,
 )
 from planish.preference.types import Comparison, Label, LabeledComparison
-from planish.renderers import TrainOnWhat
+from planish.renderers import TrainOnWhat, get_renderer
 from planish.runlog import model_renderer
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 
@@ -52,6 +52,38 @@ def test_only_the_answers_are_trained(renderer):
     assert learned(swapped.chosen, renderer) == "a long one<|im_end|>"
     with pytest.raises(UserError, match="tie"):
         comparison_to_data(labeled(*talk, label="Tie"), renderer)
+
+
+def test_answers_of_several_turns_are_left_out_if_the_format_strips_reasoning(
+    renderer, monkeypatch, tmp_path, caplog
+):
+    """In qwen3 such an answer is a sequence for each turn; qwen3_instruct keeps it as one."""
+    thinking = get_renderer("qwen3", renderer.tokenizer)
+    names = {("tiny", None): thinking, ("tiny", "qwen3_instruct"): renderer}
+    monkeypatch.setattr(model_renderer, "_RENDERERS", names)
+    turns = [says("user", "a"), says("assistant", "b"), says("user", "c")]
+    rows = [
+        {
+            "chosen": [*turns, says("assistant", "d")],
+            "rejected": [*turns[:1], says("assistant", "e")],
+        },
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, expected in ((None, 1), ("qwen3_instruct", 2)):
+        caplog.clear()
+        train_set, _ = DPODatasetBuilderFromComparisons(
+            common_config=ChatDatasetBuilderCommonConfig(
+                model_name_for_tokenizer="tiny", renderer_name=name, batch_size=1
+            ),
+            comparison_builder=ComparisonBuilderFromRows(dataset=str(path)),
+        )()
+        assert [len(train_set.get_batch(index)) for index in range(len(train_set))] == [
+            2
+        ] * expected
+        message = f"1 of 2 train pairs have an answer of several turns, the first in {path}, line 1"
+        assert (message in caplog.text) == (name is None)
 
 
 def test_an_overlong_pair_is_truncated_or_dropped_and_counted(renderer):

@@ -389,6 +389,23 @@ def test_an_evaluation_without_remaining_groups_has_no_score(service, tmp_path):
         assert not any(name.startswith("test/env") for name in row)
 
 
+def test_failure_handling_and_evaluations_may_change_when_a_run_resumes(service, tmp_path):
+    builder = EventfulBuilder(happening=nothing, tests=2, at_test=nothing)
+    train(service, tmp_path, builder, max_steps=1)
+    changes = {
+        "rollout_error_tolerance": MinViableGroup(max_retries=0),
+        "eval_every": 1,
+        "eval_samples": 2,
+        "eval_temperature": 0.5,
+        "eval_on_start": False,
+    }
+    train(service, tmp_path, builder, max_steps=2, **changes)
+    assert [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2]
+    assert rows_of(tmp_path)[-1]["test/env/all/total_episodes"] == 8, "four environments, twice"
+    with pytest.raises(UserError, match="max_tokens was 8, is 9"):
+        train(service, tmp_path, builder, max_steps=3, max_tokens=9, **changes)
+
+
 # Interruptions.
 
 
