@@ -88,6 +88,8 @@ def read_problem(row: Mapping[str, Any], where: str) -> Problem:
     solution = CALCULATOR_MARK.sub("", solution).strip()
     if not final_answer:
         raise UserError(f"{where}: the answer is empty; remove the row or give its answer")
+    if not question.strip():
+        raise UserError(f"{where}: the question is empty; write it, or remove the row")
     conclusion = rf"The answer is \boxed{{{final_answer}}}"
     return Problem(
         question.strip(),

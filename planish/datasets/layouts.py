@@ -149,6 +149,11 @@ def prompt_of(row: Columns, where: str) -> Conversation:
             f'{where}, "{layout.columns[0]}": there is no question; give a conversation with a user '
             "message before the answer"
         )
+    asked = messages[-1].get("content")
+    if messages[-1]["role"] == "user" and not (asked.strip() if isinstance(asked, str) else asked):
+        raise UserError(
+            f'{where}, "{layout.columns[0]}": the question is empty; write it, or remove the row'
+        )
     return Conversation(_unmarked(messages), where)
 
 

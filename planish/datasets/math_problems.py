@@ -182,6 +182,8 @@ def read_problems(
 def read_math(row: Columns, where: str) -> Problem | None:
     """Read a row of MATH."""
     question, solution = text_field(row, "problem", where), text_field(row, "solution", where)
+    if not question:
+        raise UserError(f"{where}: the problem is empty; write it, or remove the row")
     answer = math_answer(row, where)
     return Problem(question, answer, solution) if answer else None
 

@@ -433,3 +433,13 @@ def test_arguments_of_a_call_may_be_an_object_or_its_text(arguments):
     row = {"messages": [*ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]}
     conversation: Any = conversation_of(row, "here")
     assert conversation[1]["tool_calls"] == [call]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"prompt": "  "}, {"question": "\n"}, {"messages": [*CHAT, {"role": "user", "content": []}]}],
+    ids=str,
+)
+def test_an_empty_question_is_no_prompt(row):
+    with pytest.raises(UserError, match='here, ".*": the question is empty'):
+        prompt_of(row, "here")

@@ -187,3 +187,17 @@ def test_published_collections_without_a_test_split_are_not_asked_for_one(monkey
     )
     assert len(load_splits(COLLECTIONS["polaris"], None, eval_problems=1).test) == 1
     assert asked == [("POLARIS-Project/Polaris-Dataset-53K", "train")]
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("gsm8k", {"question": " ", "answer": "#### 4"}),
+        ("math", {"problem": "", "solution": r"\boxed{4}"}),
+    ],
+)
+def test_a_problem_without_a_question_is_an_error(tmp_path, name, row):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    with pytest.raises(UserError, match="line 1: the (question|problem) is empty"):
+        load_splits(COLLECTIONS[name], str(path), eval_problems=0)
