@@ -343,6 +343,10 @@ BAD = [
     ({"messages": [{**ANSWER[0], "weight": 0.5}]}, r'\[0\] has "weight": 0.5'),
     ({"messages": [{**ANSWER[0], "thinking": "a", "reasoning": "b"}]}, "different texts"),
     (
+        {"messages": [*ASKED, {**ANSWER[0], "content": "Add.\n</think>\n4"}]},
+        r'row 3, "messages"\[1\] has </think> without <think>',
+    ),
+    (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         r"content\[0\] is the path 'x', and the row is from no directory",
     ),
