@@ -5,6 +5,12 @@
     python tools/gpu_compile.py --sample     compile the small selection that a test compiles
     python tools/gpu_compile.py --write      also record the numbers
 
+Another version of Triton needs no GPU and no other torch. Its limits are those of the newest
+recorded version, until --write records its own:
+
+    pip install --no-deps --target /tmp/triton triton==3.6.0
+    PYTHONPATH=/tmp/triton python tools/gpu_compile.py --sample
+
 No GPU is used. A pretended GPU (tests/engine/pretended_gpu.py) samples and trains with small models
 whose layers have the sizes of real models. Each launch is recorded with the types and constants of
 its arguments, so exactly the specializations that a GPU would run are compiled. A kernel must need
@@ -127,7 +133,31 @@ MODELS = {
     "the heads of gpt-oss": Model(
         "gpt_oss", {"hidden_size": 128, "heads": 64, "kv_heads": 8, "head_dim": 64, "window": 64}
     ),
+    "the heads of Mistral-7B": Model(
+        "mistral", {"hidden_size": 128, "heads": 32, "kv_heads": 8, "head_dim": 128}
+    ),
+    "the heads of Ministral-3-8B": Model(
+        "ministral3", {"hidden_size": 128, "heads": 32, "kv_heads": 8, "head_dim": 128}
+    ),
+    "the heads of SmolLM3-3B": Model(
+        "smollm3", {"hidden_size": 128, "heads": 16, "kv_heads": 4, "head_dim": 128}
+    ),
+    "the heads of Phi-3-mini": Model(
+        "phi3", {"hidden_size": 128, "heads": 32, "kv_heads": 32, "head_dim": 96}
+    ),
+    "the heads of Olmo-3-7B": Model(
+        "olmo3", {"hidden_size": 128, "heads": 32, "kv_heads": 32, "head_dim": 128, "window": 64}
+    ),
+    # One of two layers has attention.
+    "the heads of Qwen3.5-9B": Model(
+        "qwen3_5", {"hidden_size": 128, "layers": 2, "heads": 16, "kv_heads": 4, "head_dim": 256}
+    ),
+    "experts of Qwen3.5": Model(
+        "qwen3_5_moe",
+        {"hidden_size": 128, "layers": 2, "experts": 8, "experts_per_token": 8, "expert_size": 64},
+    ),
 }
+"""Every family that planish has a decoder for. Other models differ in sizes only."""
 
 
 class LaunchRecorder:
@@ -340,9 +370,8 @@ def recorded_cases(
             tiny_model(
                 Path(folder) / name.replace(" ", "-"),
                 model.family,
-                layers=1,
                 dtype="bfloat16",
-                **model.sizes,
+                **({"layers": 1} | model.sizes),
             )
             for name, model in models
         ]

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import gpu_compile
+import gpu_counts
 import pytest
 import torch
 
@@ -34,6 +35,10 @@ def test_the_recorded_numbers_have_the_compiled_sample():
         for number, found in by_architecture.items():
             assert set(gpu_compile.WGMMA) <= found.keys()
             assert not list(gpu_compile.violations(int(number), found, found))
+
+
+def test_every_family_with_a_decoder_is_compiled():
+    assert {model.family for model in gpu_compile.MODELS.values()} == set(gpu_counts.FAMILIES)
 
 
 NUMBERS = {"spilled": 0, "shared": 1000, "warps": 8, "wgmma": 4}

@@ -274,6 +274,20 @@ def test_missing_python_headers_are_named_in_the_error():
     assert "gcc and" not in self_test.remedy_of(words)
 
 
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
+        "OSError: [Errno 116] Stale file handle",
+        "OSError: [Errno 16] Device or resource busy: 'cuda_utils.so'",
+    ],
+)
+def test_a_damaged_or_shared_cache_of_triton_is_named(reason):
+    """Such a file stays damaged, so starting again alone would not help."""
+    assert "Delete Triton's cache" in self_test.remedy_of(reason)
+    assert "compute mode" not in self_test.remedy_of(reason)
+
+
 def test_the_warning_names_families_reasons_and_remedy():
     found = [
         Verdict(family, family not in ("lora", "rope"), "wrong result: x") for family in FAMILIES

@@ -51,7 +51,11 @@ _EXCLUSIVE = ("busy or unavailable",)
 process on the GPU, beside planish itself.
 """
 _UNWRITABLE = ("no space left", "permission denied", "read-only file system", "disk quota")
-_CONCERNS_ALL = (*_COMPILER, *_EXCLUSIVE, *_UNWRITABLE)
+_CACHE = ("jsondecodeerror", "stale file handle", "device or resource busy")
+"""Errors of a damaged file in Triton's cache, or of a cache on a network file system that several
+processes use.
+"""
+_CONCERNS_ALL = (*_COMPILER, *_EXCLUSIVE, *_UNWRITABLE, *_CACHE)
 
 _logger = logging.getLogger(__name__)
 
@@ -176,6 +180,11 @@ def remedy_of(reason: str) -> str:
         return (
             "Make Triton's cache (TRITON_CACHE_DIR, by default ~/.triton) and the directory for "
             "temporary files writable, with free space, and start again."
+        )
+    if _names(reason, _CACHE):
+        return (
+            "Delete Triton's cache (TRITON_CACHE_DIR, by default ~/.triton/cache), or set "
+            "TRITON_CACHE_DIR to a directory on a local disk, and start again."
         )
     if "timeout" in reason:
         return "Start again when the machine is less busy; PLANISH_KERNELS=torch skips the check."
