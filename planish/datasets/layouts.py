@@ -246,7 +246,7 @@ def _completion(row: Columns, where: str) -> list[Message]:
         )
     answer = read_text_or_messages(row["completion"], "assistant", f'{where}, "completion"')
     prompt = _prompt(row, where)
-    _reject_begun_answer(prompt, answer, where)
+    _reject_begun_answer(prompt, answer, f'{where}, "prompt"')
     return [*_question(prompt), *answer]
 
 
@@ -360,7 +360,7 @@ def _chosen_and_rejected(
             )
         joined = _joined(prompt, shared, column, where)
         for answer in (chosen, rejected):
-            _reject_begun_answer(joined, answer, where)
+            _reject_begun_answer(joined, answer, f'{where}, "{column or "chosen"}"')
         return Pair(Conversation(joined), chosen, rejected, "A")
 
     return read

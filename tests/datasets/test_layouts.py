@@ -416,7 +416,9 @@ def test_a_prompt_that_begins_the_answer_is_refused(answers):
     prompt = [*ASKED, {"role": "assistant", "content": "Sure: "}]
     row = {"prompt": prompt, **dict(zip(answers, ("Good day.", "What?"), strict=False))}
     read = conversation_of if answers == ("completion",) else comparison_of
-    with pytest.raises(UserError, match="here: the prompt ends in the beginning of an answer"):
+    with pytest.raises(
+        UserError, match='here, "prompt": the prompt ends in the beginning of an ans'
+    ):
         read(row, "here")
 
 
