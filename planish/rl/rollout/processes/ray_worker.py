@@ -9,6 +9,7 @@ ends in the same ways, and Ray does the transport.
 
 import asyncio
 import importlib.metadata
+import logging
 import socket
 import threading
 from contextlib import suppress
@@ -25,10 +26,17 @@ from planish.rl.rollout.processes.peer import BUFFER_BYTES
 from planish.rl.rollout.processes.process import NoRoomError
 from planish.rl.rollout.processes.ray_actor import RolloutActor
 
+logger = logging.getLogger(__name__)
+
 _NO_CPU = (
     "rollout_processes=ray: no CPU of the Ray cluster is free, and each rollout process occupies "
     "one; add a machine to the cluster, give fewer replicas, or give rollout_processes=N for N "
     "processes of this machine"
+)
+_SLOW_START_SECONDS = 60.0
+_SLOW_START = (
+    f"a rollout process has not started for {_SLOW_START_SECONDS:.0f} s: it waits for a free CPU in "
+    "the cluster (see `ray status`), or its machine reads Python packages slowly"
 )
 _GROUPS = {"write": "write", "pid": "read", "read": "read", "wait": "wait"}
 """The threads of the actor that run its methods. Calls of one thread run in order."""
@@ -88,10 +96,15 @@ class RayWorker:
         """Pass bytes between the training process and the actor, until both directions have ended."""
         sender = threading.Thread(target=self._send, daemon=True)
         sender.start()
+        warning = threading.Timer(_SLOW_START_SECONDS, logger.warning, [_SLOW_START])
+        warning.daemon = True
+        warning.start()
         with suppress(_ActorEndedError, OSError):
             self._pid = self._call("pid")
+            warning.cancel()
             while data := self._call("read"):
                 self._end.sendall(data)
+        warning.cancel()
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_WR)
         sender.join()
