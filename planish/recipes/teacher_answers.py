@@ -5,7 +5,6 @@ resumed run does not sample them again.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -179,7 +178,8 @@ async def write_answers(
         "renderer": renderer.name,
         "prefix": list(prefix),
         "dataset": options.dataset,
-        "prompts": asdict(digest_of(prompts)),
+        "prompts": len(prompts),
+        "prompts_sha256": digest_of(prompts).sha256,
         **({"max_operand": options.largest_operand} if options.dataset == SUMS else {}),
         **{name: getattr(options, name) for name in ("max_tokens", "temperature", "seed")},
     }

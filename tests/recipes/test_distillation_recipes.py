@@ -254,6 +254,10 @@ def test_prompt_distillation_of_a_file(small_model, tmp_path, engine, questions,
     assert origin["prefix"] == [{"role": "system", "content": text}]
     with pytest.raises(UserError, match="prompts was 7, is 6"):
         prompt_distillation.main(options(6), engine)
+    edited = tmp_path / "questions.jsonl"
+    edited.write_text(edited.read_text().replace("Say 0", "Say 9"))
+    with pytest.raises(UserError, match="prompts_sha256 was"):
+        prompt_distillation.main(options(7), engine)
 
 
 def test_too_few_prompts_are_rejected_before_the_teacher_is_asked(small_model, tmp_path, engine):
