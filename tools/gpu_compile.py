@@ -364,6 +364,7 @@ def recorded_cases(
     from planish.model.kernels.triton import common
     from planish.testing import tiny_model, use_mxfp4
 
+    default_sizes: dict[str, Any] = {"layers": 1}
     models = list(MODELS.items())[: SAMPLED_MODELS if sample else None]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         directories = [
@@ -371,7 +372,7 @@ def recorded_cases(
                 Path(folder) / name.replace(" ", "-"),
                 model.family,
                 dtype="bfloat16",
-                **({"layers": 1} | model.sizes),
+                **(default_sizes | model.sizes),
             )
             for name, model in models
         ]
