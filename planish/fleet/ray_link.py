@@ -117,7 +117,9 @@ class RayLink:
         if not self._was_killed.is_set():
             self._was_killed.set()
             if self._ray.is_initialized():
-                self._ray.kill(self._actor, no_restart=True)
+                # The process may have left the actor's cluster and use another one now.
+                with suppress(self._ray.exceptions.ActorHandleNotFoundError):
+                    self._ray.kill(self._actor, no_restart=True)
 
     def kill(self) -> None:
         """Kill the process, and give up all calls that wait for it."""

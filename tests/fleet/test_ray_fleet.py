@@ -347,3 +347,29 @@ def test_a_call_after_the_end_of_the_cluster_starts_no_other_cluster():
     link._ray = SimpleNamespace(exceptions=import_ray().exceptions, is_initialized=lambda: False)
     with pytest.raises(ReplicaLostError, match="the connection to the Ray cluster has ended"):
         link._call(None)
+
+
+TWO_CLUSTERS = """
+from planish.fleet.ray_link import RayLink, ReplicaActor
+from planish.processes.ray_cluster import import_ray, leave_cluster, start_cluster
+import threading
+
+start_cluster(num_cpus=1, num_gpus=0, object_store_bytes=100 << 20)
+link = RayLink.__new__(RayLink)
+link._ray, link.machine, link._was_killed = import_ray(), None, threading.Event()
+link._actor = import_ray().remote(num_cpus=1)(ReplicaActor).remote()
+leave_cluster()
+start_cluster(num_cpus=1, num_gpus=0, object_store_bytes=100 << 20)
+link.end()
+link.kill()
+leave_cluster()
+print("ended")
+"""
+
+
+def test_a_replica_can_be_ended_when_another_cluster_is_in_use():
+    """The garbage collector may end it late."""
+    ended = subprocess.run(
+        [sys.executable, "-c", TWO_CLUSTERS], capture_output=True, text=True, timeout=WAIT
+    )
+    assert ended.stdout.endswith("ended\n"), ended.stderr
