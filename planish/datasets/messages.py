@@ -110,7 +110,11 @@ def _read_message(value: Any, where: str) -> Message:
     check_nested_keys(message, where, {**PART_KEYS, **IMAGE_PART_KEYS})
     _check_arguments(message, where)
     _join_thinking(message, where)
-    _check_think_tags(message, where)
+    if ends_unbegun_reasoning(message):
+        raise UserError(
+            f"{where} has </think> without <think> before it; write <think> at the start of the "
+            'content, or give the reasoning as "reasoning_content"'
+        )
     _read_weight(message, where)
     return message
 
@@ -216,20 +220,17 @@ def _join_thinking(message: Message, where: str) -> None:
         message["reasoning_content"] = next(iter(given.values()))
 
 
-def _check_think_tags(message: Message, where: str) -> None:
-    """Raise UserError for an answer whose reasoning ends and does not begin.
+def ends_unbegun_reasoning(message: Mapping[str, Any]) -> bool:
+    """Return whether an answer has </think> without <think> before it.
 
     Such answers are samples of models whose prompt ends with <think>. A renderer would write an
     empty block before the reasoning.
     """
     content = message.get("content")
-    if message.get("role") == "assistant" and isinstance(content, str):
-        before, end, _ = content.partition("</think>")
-        if end and "<think>" not in before:
-            raise UserError(
-                f"{where} has </think> without <think> before it; write <think> at the start of the "
-                'content, or give the reasoning as "reasoning_content"'
-            )
+    if message.get("role") != "assistant" or not isinstance(content, str):
+        return False
+    before, end, _ = content.partition("</think>")
+    return bool(end) and "<think>" not in before
 
 
 def _read_weight(message: Message, where: str) -> None:

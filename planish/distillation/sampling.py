@@ -7,10 +7,11 @@ The teacher may get more messages than the rows contain: `prefix`, such as long 
 worked examples, precedes each prompt. A student that is trained on the rows learns to answer as if
 the prefix were there (context distillation: Askell et al. 2021; Snell et al. 2022).
 
-Answers that the length limit cut off are left out, because their end cannot be learned. Prompts
-that leave no space for an answer in the context window are left out too. Both are counted. Each
-answer's random numbers depend only on (seed, index). After a crash, sampling resumes after the last
-prompts recorded as done. A file that was made with other options is rejected.
+Answers that the length limit cut off are left out, because their end cannot be learned. Answers with
+</think> and no <think> are left out, because no renderer can write them. Prompts that leave no space
+for an answer in the context window are left out too. All are counted. Each answer's random numbers
+depend only on (seed, index). After a crash, sampling resumes after the last prompts recorded as done.
+A file that was made with other options is rejected.
 """
 
 import json
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.completers import SamplesTokens, TinkerTokenCompleter, derived_seed
-from planish.datasets.messages import Message
+from planish.datasets.messages import Message, ends_unbegun_reasoning
 from planish.errors import DamagedFileError, UserError
 from planish.files import RowFile, differences, read_rows, write_atomically
 from planish.processes.interruption import gather_or_cancel
@@ -56,7 +57,9 @@ class TeacherSampler:
         stop = self.renderer.get_stop_sequences()
         sampled = await policy.seeded(derived_seed(self.seed, index))(prompt, stop)
         message, termination = self.renderer.parse_response(sampled.tokens)
-        return {"index": index, "messages": [*messages, message]} if termination.is_clean else None
+        if not termination.is_clean or ends_unbegun_reasoning(message):
+            return None
+        return {"index": index, "messages": [*messages, message]}
 
 
 @dataclass
@@ -149,7 +152,8 @@ async def sample_conversations(
         if sampled_file.num_left_out:
             display.say(
                 f"{sampled_file.num_left_out} of {sampled_file.num_done} answers are left out: "
-                "they were cut off, or their prompts fill the context window"
+                "they were cut off, have </think> without <think>, or their prompts fill the context "
+                "window"
             )
     if sampled_file.num_done == sampled_file.num_left_out:
         raise UserError(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from planish.completers import TokenCompleter, TokensWithLogprobs
+from planish.datasets.messages import read_message_list
 from planish.distillation.prompts import PromptOnlyDatasetBuilder, load_prompts
 from planish.distillation.sampling import (
     PROMPTS_PER_CHUNK,
@@ -76,8 +77,9 @@ class Teacher:
     `is_cut` is true of the prompt.
     """
 
-    def __init__(self, renderer, is_cut=lambda text: False):
+    def __init__(self, renderer, is_cut=lambda text: False, start=""):
         self.renderer = renderer
+        self.start = start
         self.is_cut = is_cut
         self.asked = []
 
@@ -86,12 +88,23 @@ class Teacher:
         self.asked.append(text)
         end = "" if self.is_cut(text) else "<|im_end|>"
         tokens = self.renderer.tokenizer.encode(
-            f"{sampling_params.seed % 1000}{end}", add_special_tokens=False
+            f"{self.start}{sampling_params.seed % 1000}{end}", add_special_tokens=False
         )
         sequence = SampledSequence(
             "stop", "0", np.array(tokens, np.int32), np.zeros(len(tokens), np.float32)
         )
         return SampleResponse([sequence])
+
+
+def test_answers_that_no_row_may_have_are_left_out(renderer, tmp_path):
+    path = tmp_path / "s.jsonl"
+    with pytest.raises(UserError, match="none of 2 answers is complete"):
+        sample(Teacher(renderer, start="It is so.</think>"), [ask(0), ask(1)], path)
+    assert read_rows(path) == []
+    kept = sample(Teacher(renderer, start="<think>It is.</think>"), [ask(0)], tmp_path / "t.jsonl")
+    assert (kept.num_done, kept.num_left_out) == (1, 0)
+    [row] = read_rows(tmp_path / "t.jsonl")
+    assert len(read_message_list(row["messages"], "the row")) == 2
 
 
 def ask(number):
