@@ -299,6 +299,23 @@ def test_columns_and_fields_of_tests_that_are_not_used_are_named(small_model, tm
     ) in caplog.text
 
 
+def test_problems_with_long_prompts_are_left_out_and_counted(small_model, tmp_path, caplog):
+    rows = [*map(row, range(4)), {**row(4), "question": "Add 4." + " Think." * 500}]
+    file = write(tmp_path / "problems.jsonl", rows)
+    for env in ("solve", "repair"):
+        options = Options(model_name=small_model, dataset=file, env=env, max_prompt_tokens=500)
+        caplog.clear()
+        train, _ = made(recipe.dataset_builder(options))
+        assert questions_of(train) == {f"Add {number}." for number in range(4)}
+        assert (
+            "1 of 5 train problems are left out, because their prompts have more than "
+            f"max_prompt_tokens=500 tokens; the first is {file}, line 5, with"
+        ) in caplog.text
+    options = Options(model_name=small_model, max_prompt_tokens=20)
+    with pytest.raises(UserError, match="max_prompt_tokens=20: .* problems are longer"):
+        made(recipe.dataset_builder(options))
+
+
 def test_a_directory_has_splits(small_model, tmp_path):
     for split, numbers in (("train", range(5)), ("test", range(10, 13)), ("hard", range(20, 22))):
         write(tmp_path / f"{split}.jsonl", map(row, numbers))

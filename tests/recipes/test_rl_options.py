@@ -2,10 +2,18 @@
 anything is loaded.
 """
 
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from types import ModuleType
+
 import chz
 import pytest
 
+from planish.commands.recipe_modules import options_type
 from planish.errors import UserError
+from planish.integrations.verifiers.datasets import VerifiersDatasetBuilder
+from planish.recipes.code_datasets import CodeDatasetBuilder
 from planish.recipes.rl_options import RLOptions, run, train_config
 from planish.rl.types import RLDatasetBuilder
 from planish.training import run_loop
@@ -113,3 +121,76 @@ def test_invalid_options_are_rejected_before_loading(monkeypatch, tmp_path, opti
 def test_a_limit_on_prompts_that_the_builder_ignores_is_rejected():
     with pytest.raises(UserError, match="max_prompt_tokens=9 is not used by NoData; leave it out"):
         config(max_prompt_tokens=9)
+
+
+NO_RL = {
+    "chat_sl", "dpo", "off_policy_distillation", "preference_model", "prompt_distillation", "rubric_judge",
+    "shape_rows", "sl_basic", "sl_loop",
+}  # fmt: skip
+"""The recipes that train on given answers, or train nothing."""
+SHORT_PROMPTS = {"demo": "all its prompts are generated sums"}
+BUILDERS_WITHOUT_A_LIMIT = {
+    "TicTacToeDatasetBuilder": "a prompt is a board of nine squares",
+    "InterleavedRLDatasetBuilder": "each source has its own limit",
+    "DistillationDatasetBuilder": "each part has its own limit",
+    **dict.fromkeys(
+        [
+            "PairwisePreferenceRLDatasetBuilder",
+            "_CollectionBuilder",
+            "Gsm8kDatasetBuilder",
+            "MathDatasetBuilder",
+            "PolarisDatasetBuilder",
+            "DeepMathDatasetBuilder",
+        ],
+        "planish.cookbook has the arguments of the public cookbook",
+    ),
+}
+OPTIONAL = {"inspect_ai", "verifiers"}
+"""Libraries that the environment of the tests may lack."""
+
+
+def modules_of(*packages: str) -> list[ModuleType]:
+    """Return all modules below packages of planish."""
+    found = [importlib.import_module(f"planish.{package}") for package in packages]
+    for package in tuple(found):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            try:
+                found.append(importlib.import_module(module.name))
+            except ModuleNotFoundError as error:
+                if error.name not in OPTIONAL:
+                    raise
+    return found
+
+
+def subclasses(cls: type) -> Iterator[type]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from subclasses(subclass)
+
+
+@pytest.mark.slow
+def test_every_rl_recipe_has_a_limit_on_prompts():
+    recipes = {
+        module.__name__.rpartition(".")[2]: options_type(module)
+        for module in modules_of("recipes")
+        if hasattr(module, "main") and options_type(module) is not None
+    }
+    without = {
+        name
+        for name, options in recipes.items()
+        if "max_prompt_tokens"
+        not in chz.chz_fields(type(options().rl) if name == "rlhf" else options)
+    }
+    assert without == NO_RL | SHORT_PROMPTS.keys()
+    assert len(recipes) > 20
+
+
+@pytest.mark.slow
+def test_every_builder_of_prompts_has_a_limit_on_them():
+    modules_of("rl", "recipes", "distillation", "preference", "rubric", "integrations", "cookbook")
+    builders = {
+        cls for cls in subclasses(RLDatasetBuilder) if cls.__module__.startswith("planish.")
+    }
+    without = {cls for cls in builders if "max_prompt_tokens" not in chz.chz_fields(cls)}
+    assert {cls.__name__ for cls in without} == BUILDERS_WITHOUT_A_LIMIT.keys()
+    assert {CodeDatasetBuilder, VerifiersDatasetBuilder} <= builders - without

@@ -208,6 +208,27 @@ def test_a_saved_tokenizer_of_each_family_is_recognised(tmp_path):
         assert recommended_renderer_name(path) == renderer
 
 
+@pytest.mark.parametrize(
+    ("name", "family", "chat_template"),
+    [
+        ("openai/gpt-oss-20b", "gpt_oss", "gpt_oss"),
+        ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "qwen", "qwen3_coder"),
+        ("Qwen/Qwen3-8B", "qwen", "qwen3"),
+        ("Qwen/Qwen3-4B-Instruct-2507", "qwen", "qwen3_instruct_2507"),
+        ("Qwen/Qwen2.5-1.5B-Instruct", "qwen", "qwen2_5"),
+        ("google/gemma-3-1b-it", "gemma", "gemma3"),
+        ("HuggingFaceTB/SmolLM3-3B", "smollm3", "smollm3"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3", "llama3_1"),
+    ],
+)
+def test_a_directory_has_the_renderer_of_the_name(tmp_path, name, family, chat_template):
+    tokenizer = family_tokenizer(family, chat_template)
+    tokenizer.save_pretrained(tmp_path)
+    config = {"model_type": family, "eos_token_id": tokenizer.eos_token_id}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert recommended_renderer_name(tmp_path) == recommended_renderer_name(name)
+
+
 CODER = """{%- if tools %}
     {{- '<|im_start|>system\n' + messages[0].content + '\n\n# Tools\n\n<tools>' }}
     {%- for tool in tools %}{{- '\n<function>\n<name>' + tool.function.name + '</name>' }}{%- endfor %}
