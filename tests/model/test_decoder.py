@@ -58,6 +58,7 @@ VARIANTS = [
     ("qwen3", {}),
     ("qwen3", {"tied": False, "head_dim": 32}),
     ("qwen3_moe", {}),
+    ("qwen3_moe", {"experts_per_token": 1}),
     ("qwen3_moe", {"layers": 3, "dense_layers": [1], "tied": False, "experts_per_token": 3}),
     ("smollm3", {"layers": 4}),
     ("qwen3_5", {"layers": 4}),
