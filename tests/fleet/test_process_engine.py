@@ -1,6 +1,7 @@
 """An engine in a process of its own behaves like one in this process, and its death is an error."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -108,7 +109,9 @@ def test_a_program_without_a_main_guard_saves_its_checkpoint_when_it_ends(model_
     result = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, timeout=150, check=False
     )
-    assert (result.returncode, result.stderr) == (0, "")
+    # On a busy machine, the program says at its end that it waits for the checkpoint.
+    said = re.sub(r"waiting for checkpoints that are still being saved .*\n", "", result.stderr)
+    assert (result.returncode, said) == (0, "")
     assert len(list(tmp_path.glob("*/weights/last"))) == 1
 
 
