@@ -27,8 +27,6 @@ FILE_SUFFIXES = (
     ".parquet",
 )
 """The endings of the files that are read."""
-
-
 _MESSAGE_KEYS = frozenset({"role", "from", "messages", "prompt_conversation"})
 """Each message has "role" or "from"; the others are keys of objects that contain messages."""
 

@@ -18,7 +18,7 @@ import torch
 
 from planish.fleet.host import RequestHandler
 from planish.fleet.link import EngineOptions, Event, ReplicaLostError
-from planish.processes.ray_cluster import import_ray
+from planish.processes.ray_cluster import end_actor, import_ray
 
 _NUM_CALLS = 32
 """The number of calls of one replica that can run at once."""
@@ -116,10 +116,7 @@ class RayLink:
         """End the process. `RemoteEngine.close` has closed the engine before."""
         if not self._was_killed.is_set():
             self._was_killed.set()
-            if self._ray.is_initialized():
-                # The process may have left the actor's cluster and use another one now.
-                with suppress(self._ray.exceptions.ActorHandleNotFoundError):
-                    self._ray.kill(self._actor, no_restart=True)
+            end_actor(self._actor)
 
     def kill(self) -> None:
         """Kill the process, and give up all calls that wait for it."""

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 from planish.errors import UserError
@@ -127,6 +128,16 @@ def start_cluster(num_cpus: int, num_gpus: int, object_store_bytes: int | None =
         else:
             os.environ["PYTHONPATH"] = path
     return True
+
+
+def end_actor(actor: Any) -> None:
+    """End an actor. Do nothing if this process has left the actor's cluster, even if it uses another
+    one now: the garbage collector may end an actor late.
+    """
+    ray = import_ray()
+    if ray.is_initialized():
+        with suppress(ray.exceptions.ActorHandleNotFoundError):
+            ray.kill(actor, no_restart=True)
 
 
 def leave_cluster() -> None:

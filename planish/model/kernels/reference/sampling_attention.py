@@ -61,8 +61,8 @@ class PrefillAttention:
     ) -> None:
         """`spans` names the rows of each prompt; rows outside of them are padding.
 
-        `windows`: the attention window of each layer (see `ModelConfig.attention_windows`). `cap`: the limit
-        of scores (see `ModelConfig.score_cap`).
+        `windows`: the attention window of each layer (see `ModelConfig.attention_windows`). `cap`:
+        the limit of scores (see `ModelConfig.score_cap`).
         """
         self._spans, self._windows, self._cap = spans, windows, cap
         self._visible: list[Tensor] | None = None

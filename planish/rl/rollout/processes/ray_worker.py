@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from planish.processes.interruption import run_uncancelled
 from planish.processes.ray_cluster import (
+    end_actor,
     free_devices,
     import_ray,
     join_cluster,
@@ -85,8 +86,7 @@ class RayWorker:
 
     def kill(self) -> None:
         """End the actor, with which the process ends."""
-        if self._ray.is_initialized():
-            self._ray.kill(self._actor, no_restart=True)
+        end_actor(self._actor)
 
     def close(self) -> None:
         """End the actor of a process that has ended."""
