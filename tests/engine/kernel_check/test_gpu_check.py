@@ -280,12 +280,41 @@ def test_missing_python_headers_are_named_in_the_error():
         "JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
         "OSError: [Errno 116] Stale file handle",
         "OSError: [Errno 16] Device or resource busy: 'cuda_utils.so'",
+        "FileNotFoundError: [Errno 2] No such file or directory: '.triton/cache/K3/lora.ttir.tmp'",
     ],
 )
 def test_a_damaged_or_shared_cache_of_triton_is_named(reason):
     """Such a file stays damaged, so starting again alone would not help."""
     assert "Delete Triton's cache" in self_test.remedy_of(reason)
     assert "compute mode" not in self_test.remedy_of(reason)
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        (
+            "AssertionError: libcuda.so cannot found!\nPlease make sure GPU is",
+            "TRITON_LIBCUDA_PATH",
+        ),
+        ("FileNotFoundError: [Errno 2] No such file: '/sbin/ldconfig'", "TRITON_LIBCUDA_PATH"),
+        ("ImportError: cuda_utils.so: failed to map segment from shared object", "noexec"),
+        (
+            "PTXASError: `ptxas` stderr:\nValue 'sm_121a' is not defined for option 'gpu-name'",
+            "TRITON_PTXAS_PATH",
+        ),
+        (
+            "RuntimeError: the provided PTX was compiled with an unsupported toolchain.",
+            "a newer driver",
+        ),
+    ],
+)
+def test_an_error_of_tritons_installation_has_its_remedy(reason, remedy):
+    """Such an error concerns all families. It is not stored, because the remedy may be applied."""
+    verdict = Verdict("lora", False, reason)
+    assert not verdict.is_lasting
+    assert remedy in warning_of([verdict])
+    assert "report" not in warning_of([verdict])
+    assert self_test._names(reason, self_test._CONCERNS_ALL)
 
 
 def test_the_warning_names_families_reasons_and_remedy():

@@ -51,11 +51,35 @@ _EXCLUSIVE = ("busy or unavailable",)
 process on the GPU, beside planish itself.
 """
 _UNWRITABLE = ("no space left", "permission denied", "read-only file system", "disk quota")
-_CACHE = ("jsondecodeerror", "stale file handle", "device or resource busy")
+_CACHE = ("jsondecodeerror", "stale file handle", "device or resource busy", "filenotfounderror")
 """Errors of a damaged file in Triton's cache, or of a cache on a network file system that several
 processes use.
 """
-_CONCERNS_ALL = (*_COMPILER, *_EXCLUSIVE, *_UNWRITABLE, *_CACHE)
+_REMEDIES = (
+    (
+        ("libcuda.so cannot found", "ldconfig"),
+        "Set TRITON_LIBCUDA_PATH to the directory of the GPU driver's libcuda.so.1",
+    ),
+    (
+        ("failed to map segment",),
+        "Set TRITON_CACHE_DIR (by default ~/.triton/cache) to a directory on a file system without "
+        "the mount option noexec",
+    ),
+    (
+        ("'gpu-name'",),
+        "Install a newer torch, or set TRITON_PTXAS_PATH to the ptxas of a CUDA toolkit that "
+        "supports this GPU",
+    ),
+    (("unsupported toolchain",), "Install a newer driver of the GPU"),
+)
+"""Lower-case words in errors of Triton's installation, with the remedy."""
+_CONCERNS_ALL = (
+    *_COMPILER,
+    *_EXCLUSIVE,
+    *_UNWRITABLE,
+    *_CACHE,
+    *(word for words, _ in _REMEDIES for word in words),
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -161,6 +185,9 @@ def warning_of(verdicts: Sequence[Verdict]) -> str:
 
 def remedy_of(reason: str) -> str:
     """Return the remedy for this reason of a failure, as one or two sentences."""
+    for words, remedy in _REMEDIES:
+        if _names(reason, words):
+            return f"{remedy}, and start again."
     if _names(reason, ("python.h",)) or (
         _names(reason, _COMPILER) and has_compiler() and not has_headers()
     ):
