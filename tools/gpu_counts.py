@@ -314,22 +314,12 @@ def table(counts: Mapping[str, Any]) -> str:
     def lines(heading: Sequence[str], rows: Iterator[Sequence[str]]) -> list[str]:
         return [f"| {' | '.join(row)} |" for row in (heading, ["---"] * len(heading), *rows)]
 
-    def cells(kinds: Mapping[str, Any]) -> list[str]:
-        return [
-            f"{kinds[kind]['layer']:g} x layers + {kinds[kind]['fixed']:g}; {kinds[kind]['waits']}"
-            for kind in PASSES
-        ]
-
     bytes_names = list(counts["bytes"][SCHEMES[0]])
     return "\n".join(
         [
             *lines(
-                ("family", "weights", "decode: launches; waits", "train: launches; waits"),
-                (
-                    (family, scheme, *cells(kinds))
-                    for family, schemes in counts["launches"].items()
-                    for scheme, kinds in schemes.items()
-                ),
+                ("families", "weights", "decode: launches; waits", "train: launches; waits"),
+                _launch_rows(counts["launches"]),
             ),
             "",
             *lines(
@@ -342,6 +332,25 @@ def table(counts: Mapping[str, Any]) -> str:
             "",
         ]
     )
+
+
+def _launch_rows(launches: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    """Yield the rows of the table. Families whose counts are all equal share rows."""
+    families_by_rows: dict[tuple[tuple[str, ...], ...], list[str]] = {}
+    for family, schemes in launches.items():
+        schemes_by_cells: dict[tuple[str, ...], list[str]] = {}
+        for scheme, kinds in schemes.items():
+            cells = tuple(
+                f"{kinds[kind]['layer']:g} x layers + {kinds[kind]['fixed']:g}; "
+                f"{kinds[kind]['waits']}"
+                for kind in PASSES
+            )
+            schemes_by_cells.setdefault(cells, []).append(scheme)
+        rows = tuple((", ".join(names), *cells) for cells, names in schemes_by_cells.items())
+        families_by_rows.setdefault(rows, []).append(family)
+    for rows, families in families_by_rows.items():
+        for row in rows:
+            yield ", ".join(families), *row
 
 
 def page_text(counts: Mapping[str, Any]) -> str:

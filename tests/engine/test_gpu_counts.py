@@ -37,3 +37,20 @@ def test_growth_names_each_number():
     assert list(gpu_counts.growth(recorded, {"a": {"x": 1.5, "y": 3}, "b": 1})) == []
     grown = list(gpu_counts.growth(recorded, {"a": {"x": 2.5, "z": 1}}))
     assert grown == ["a/x: 2.5, recorded 2.0", "a/z: 1, recorded nothing"]
+
+
+def test_families_with_equal_counts_share_the_rows_of_the_table():
+    def kinds(layer):
+        return {kind: {"layer": layer, "fixed": 3, "waits": 2} for kind in gpu_counts.PASSES}
+
+    launches = {
+        name: {"bf16": kinds(1), "int8": kinds(quantized), "nf4": kinds(2)}
+        for name, quantized in (("a", 2), ("b", 1), ("c", 2))
+    }
+    cells = [[f"{layer} x layers + 3; 2"] * 2 for layer in (1, 2)]
+    assert [list(row) for row in gpu_counts._launch_rows(launches)] == [
+        ["a, c", "bf16", *cells[0]],
+        ["a, c", "int8, nf4", *cells[1]],
+        ["b", "bf16, int8", *cells[0]],
+        ["b", "nf4", *cells[1]],
+    ]
