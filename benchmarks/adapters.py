@@ -30,9 +30,9 @@ from workloads import Shape, make_prompts
 
 import planish
 from planish.files import write_atomically
-from planish.model.config import ModelConfig
-from planish.model.lora import LoraLayout
-from planish.model.sources import DEFAULT_MODEL, resolve_model
+from planish.model.architecture.config import ModelConfig
+from planish.model.layers.lora import LoraLayout
+from planish.model.sources.resolve import DEFAULT_MODEL, resolve_model
 from planish.types import LoraConfig
 
 ADAPTERS = (1, 8, 64)

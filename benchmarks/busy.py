@@ -40,7 +40,7 @@ from served import running_server
 from workloads import SMALL_WORKLOADS, WORKLOADS, write_rounds
 
 from planish.files import write_atomically
-from planish.model.sources import DEFAULT_MODEL, resolve_model
+from planish.model.sources.resolve import DEFAULT_MODEL, resolve_model
 
 HERE = Path(__file__).parent
 SERVED = "served"

@@ -38,8 +38,8 @@ from workloads import SMALL_WORKLOADS, WORKLOADS, write_rounds
 
 import planish
 from planish.files import write_atomically
-from planish.model.sources import DEFAULT_MODEL, resolve_model
-from planish.model.weight_sizes import SCHEMES
+from planish.model.architecture.weight_sizes import SCHEMES
+from planish.model.sources.resolve import DEFAULT_MODEL, resolve_model
 
 HERE = Path(__file__).parent
 OWN_ENVIRONMENT = "planish"

@@ -18,7 +18,7 @@ import chz
 from workloads import LIST_SCHEMA
 
 import planish
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 
 
 @chz.chz

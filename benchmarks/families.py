@@ -34,8 +34,8 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
 from planish import ServiceClient
-from planish.model.config import ModelConfig
-from planish.model.lora import LoraLayout
+from planish.model.architecture.config import ModelConfig
+from planish.model.layers.lora import LoraLayout
 from planish.testing import tiny_model
 from planish.types import Datum, LoraConfig, ModelInput, SamplingParams
 

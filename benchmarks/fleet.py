@@ -34,7 +34,7 @@ from planish.files import write_atomically
 from planish.fleet.fleet import Fleet
 from planish.fleet.link import EngineOptions
 from planish.fleet.ray_link import RayLink, Resources
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 from planish.processes.ray_cluster import import_ray, leave_cluster, start_cluster
 
 SIMULATED = (8, 64, 512)

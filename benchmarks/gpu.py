@@ -53,8 +53,8 @@ from report import RESULTS, gpu_table
 import planish
 from planish.doctor.gpu.random_model import SHAPES, random_model
 from planish.files import write_atomically
-from planish.model.config import ModelConfig
-from planish.model.sources import resolve_model
+from planish.model.architecture.config import ModelConfig
+from planish.model.sources.resolve import resolve_model
 
 PARTS = (*SERVED_PARTS, "peers", "profile")
 

@@ -33,8 +33,8 @@ from peers.serving import fastest_dtype
 
 from planish.doctor.gpu import roofline
 from planish.doctor.gpu.machine_limits import SMALL_SQUARE_SIZE, SQUARE_SIZE, square_rate
-from planish.model.config import ModelConfig
-from planish.model.linears import distinct_fused_modules, linear_shape
+from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.linears import distinct_fused_modules, linear_shape
 
 BYTES_PER_ELEMENT = 2
 """Bytes of a weight, a key or a value in bf16."""

@@ -15,7 +15,7 @@ from planish.doctor.gpu.cards import CARDS, Card
 from planish.doctor.gpu.plan import NOTE, card_memory, model_directory, samples_in_memory
 from planish.doctor.gpu.roofline import decode_estimate, training_estimate
 from planish.errors import UserError
-from planish.model.config import ModelConfig
+from planish.model.architecture.config import ModelConfig
 
 SCHEMES = (None, "int8", "nf4")
 ROWS = (1, 16, 128, 512)

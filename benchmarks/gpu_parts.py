@@ -41,7 +41,7 @@ from workloads import SMALL_WORKLOADS, WORKLOADS, Shape, Workload, make_round, w
 
 import planish
 from planish.engine.settings import EngineSettings
-from planish.model.config import ModelConfig
+from planish.model.architecture.config import ModelConfig
 from planish.tokenizer import load_tokenizer
 
 NEW_TOKENS, WARM_UP_TOKENS, SMALL_NEW_TOKENS = 256, 32, 8

@@ -22,7 +22,7 @@ from planish.engine.base_models import BaseModel
 from planish.engine.memory import DeviceMemory
 from planish.engine.settings import EngineSettings
 from planish.engine.training.adapters import Adapter
-from planish.model.lora import LoraLayout
+from planish.model.layers.lora import LoraLayout
 from planish.service import Sample
 from planish.types import Datum, LoraConfig, ModelInput, SampleResponse, SamplingParams
 

@@ -29,8 +29,8 @@ from workloads import Shape, Workload, make_prompts, write_rounds
 
 import planish
 from planish.files import write_atomically
-from planish.model.config import ModelConfig
-from planish.model.sources import DEFAULT_MODEL, resolve_model
+from planish.model.architecture.config import ModelConfig
+from planish.model.sources.resolve import DEFAULT_MODEL, resolve_model
 
 GROUPS = (1, 4, 16, 64)
 CONTEXTS = (256, 512, 1024, 2048, 4096)

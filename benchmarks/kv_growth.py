@@ -26,8 +26,11 @@ from planish.engine.sampling import reservations
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.settings import choose_dtype
-from planish.model.decoder import Decoder
-from planish.model.sources import resolve_model
+from planish.model.architecture.config import ModelConfig
+from planish.model.decoder.base_decoder import BaseDecoder
+from planish.model.kernels.choose import choose_backend
+from planish.model.loading import load_decoder
+from planish.model.sources.resolve import resolve_model
 from planish.service import Sample
 from planish.types import ModelInput, SampleResponse, SamplingParams
 
@@ -48,7 +51,7 @@ class Outcome:
     tokens_per_second: float
 
 
-def served(decoder: Decoder, reserves: str, options: argparse.Namespace) -> tuple[Outcome, Any]:
+def served(decoder: BaseDecoder, reserves: str, options: argparse.Namespace) -> tuple[Outcome, Any]:
     """Serve all samples. Return the outcome, and the tokens and logprobs of all samples."""
     settings = SamplerSettings(kv_cache_bytes=int(options.kv_gib * (1 << 30)))
     sampler = Sampler(decoder, settings, str)
@@ -89,7 +92,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    decoder = Decoder.load(resolve_model(MODEL), choose_dtype("auto", device), device)
+    directory = resolve_model(MODEL)
+    config, dtype = ModelConfig.from_directory(directory), choose_dtype("auto", device)
+    decoder = load_decoder(directory, choose_backend(config, dtype, device, deterministic=False))
     outcomes: list[Outcome] = []
     bits: list[Any] = []
     for _ in range(options.rounds):

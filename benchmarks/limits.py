@@ -33,8 +33,8 @@ from peers.serving import Peer, fastest_dtype, serve
 from torch import Tensor
 
 from planish.doctor.gpu import machine_limits
-from planish.model.config import ModelConfig
-from planish.model.linears import distinct_fused_modules, linear_shape
+from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.linears import distinct_fused_modules, linear_shape
 
 RANK = 32
 MAX_COMPARED_LAYERS = 6

@@ -26,7 +26,7 @@ from workloads import SMALL_WORKLOADS, WORKLOADS, Shape, make_prompts, make_roun
 
 import planish
 from planish.files import write_atomically
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 
 ENGINE_THREAD = "planish-engine"
 NUM_PUBLICATIONS = 5

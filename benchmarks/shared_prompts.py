@@ -19,7 +19,7 @@ import numpy as np
 
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 from planish.service import CreateSampler, Sample
 from planish.types import ModelInput, SamplingParams
 

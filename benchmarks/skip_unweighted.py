@@ -16,7 +16,7 @@ import chz
 import numpy as np
 
 from planish import ServiceClient
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 from planish.types import Datum, ModelInput
 
 

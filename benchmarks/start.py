@@ -20,7 +20,7 @@ from compare import header
 from report import RESULTS, start_table
 
 from planish.files import write_atomically
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 
 SCRIPT = """
 import sys, time

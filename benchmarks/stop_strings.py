@@ -18,7 +18,9 @@ import torch
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.sampling.stopping import Detokenizer, StopCondition, StopMatcher
-from planish.model.decoder import Decoder
+from planish.model.architecture.config import ModelConfig
+from planish.model.kernels.choose import choose_backend
+from planish.model.loading import load_decoder
 from planish.service import Sample
 from planish.testing import tiny_model
 from planish.tokenizer import load_tokenizer
@@ -101,7 +103,10 @@ def matching_seconds(condition: StopCondition, texts: list[list[int]]) -> float:
 
 def step_seconds(directory: Path, decode: Callable[[Sequence[int]], str]) -> float:
     """Return the CPU seconds of a decoding step without stop strings."""
-    decoder = Decoder.load(directory, torch.float32, torch.device("cpu"))
+    backend = choose_backend(
+        ModelConfig.from_directory(directory), torch.float32, torch.device("cpu"), False
+    )
+    decoder = load_decoder(directory, backend)
     sampler = Sampler(decoder, SamplerSettings(), decode)
     future: Future[SampleResponse] = Future()
     params = SamplingParams(max_tokens=TOKENS, seed=1, stop=[])

@@ -31,7 +31,7 @@ import torch
 from served import running_server
 
 import planish
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 
 RANKS = (4, 8, 16, 32)
 MIDDLE_RANK = 16

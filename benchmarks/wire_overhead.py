@@ -24,7 +24,7 @@ from served import running_server
 from workloads import Shape, make_round
 
 import planish
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 
 PARTS = ("seconds", "sampling_seconds", "training_seconds")
 

@@ -59,7 +59,7 @@ def _():
     import planish
     from planish.datasets.gsm8k import Problem, problem_prompt
     from planish.datasets.math_problems import load_problems
-    from planish.model.sources import DEFAULT_MODEL
+    from planish.model.sources.resolve import DEFAULT_MODEL
     from planish.renderers import get_renderer, get_text_content, recommended_renderer_name
 
     return (

@@ -2,16 +2,20 @@
 
 from copy import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from planish.model.base_decoder import BaseDecoder
-from planish.model.config import ModelConfig
-from planish.model.hf_config.rope_config import RopeConfig
-from planish.model.kernels.backend import Backend
+from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.hf_config.rope_config import RopeConfig
+from planish.model.decoder.base_decoder import BaseDecoder
+from planish.model.decoder.decoder import Decoder
 from planish.model.kernels.choose import choose_backend, fastest_backend, reference_backend
-from planish.model.kernels.row_tiling import RowTiling
+from planish.model.kernels.interface.backend import Backend
+from planish.model.layers.quantization import check_quantizable
+from planish.model.layers.row_tiling import RowTiling
+from planish.model.sources.weights import load_weights
 
 CPU = torch.device("cpu")
 AnyDecoder = TypeVar("AnyDecoder", bound=BaseDecoder)
@@ -46,6 +50,20 @@ def torch_backend(
 ) -> Backend:
     """Return the reference implementation for the same model."""
     return reference_backend(replace(CONFIG, **changes), dtype, device)
+
+
+def load_on(
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    deterministic: bool | None = False,
+    quantize: str | None = None,
+) -> Decoder:
+    """Load the model in `directory` with the fastest kernels of this machine."""
+    config = ModelConfig.from_directory(directory)
+    check_quantizable(config, quantize)
+    backend = choose_backend(config, dtype, device, deterministic)
+    return Decoder(load_weights(directory, config), backend, quantize)
 
 
 def with_tiling(decoder: AnyDecoder, tiling: RowTiling | None) -> AnyDecoder:

@@ -15,7 +15,7 @@ from planish import ServiceClient
 from planish.commands.cli import main
 from planish.export import weights
 from planish.files import read_rows
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 from planish.recipes import math_rl
 from planish.recipes.training_run import read_options
 from planish.testing import tiny_model

@@ -13,7 +13,7 @@ import pytest
 from doc_commands import PAGES, ROOT, TUTORIALS, shell_blocks
 from server_process import running_server
 
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 from planish.testing import tiny_model
 
 for client in ("anthropic", "agents"):

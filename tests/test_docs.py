@@ -23,7 +23,7 @@ from types import ModuleType
 import pytest
 
 from planish.commands.cli import command_module
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 from planish.recipes.training_run import read_options
 from planish.runlog import model_renderer
 from planish.testing import tiny_model

@@ -18,7 +18,7 @@ import pytest
 
 from planish.errors import UserError
 from planish.files import read_rows
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 from planish.recipes import demo, rl_loop, sl_loop
 from planish.recipes.training_run import read_options
 from planish.testing import tiny_model

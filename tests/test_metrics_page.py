@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 from planish.testing import tiny_model
 
 ROOT = Path(__file__).parents[1]

@@ -45,12 +45,12 @@ def test_type_only_imports_close_a_circle(modules):
 
 def test_parts_of_the_model_are_files_and_the_folders_of_kernels():
     graph = {
-        "planish.model.decoder": {"planish.model.kernels.cpp.ops", "planish.types"},
+        "planish.model.loading": {"planish.model.kernels.cpp.ops", "planish.types"},
         "planish.model.kernels.cpp.ops": {"planish.model.kernels.cpp.build"},
         "planish.model.kernels.choose": {"planish.model.kernels.cpp.ops"},
     }
     assert model_parts(graph) == {
-        "decoder": {"kernels.cpp"},
+        "loading": {"kernels.cpp"},
         "kernels.cpp": set(),
         "kernels.choose": {"kernels.cpp"},
     }

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from doc_commands import ROOT, TUTORIALS, shell_blocks
 
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 from planish.testing import tiny_model
 
 [PAGE] = TUTORIALS

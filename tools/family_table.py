@@ -51,8 +51,8 @@ class Row:
 def measure(model_type: str, architecture: str) -> Row:
     """Return the row of a model_type, from a tiny random model."""
     from planish.errors import UserError
-    from planish.model.config import ModelConfig
-    from planish.model.hf_config.families import MULTIMODAL_ARCHITECTURES
+    from planish.model.architecture.config import ModelConfig
+    from planish.model.architecture.hf_config.families import MULTIMODAL_ARCHITECTURES
     from planish.testing import tiny_transformers_model
 
     if model_type in {outer for outer, _ in MULTIMODAL_ARCHITECTURES.values()}:
@@ -89,7 +89,7 @@ def difference_to_transformers(path: Path) -> float:
 
     from planish.engine.training.adapters import Adapter
     from planish.engine.training.trainer import Trainer
-    from planish.model.lora import LoraLayout
+    from planish.model.layers.lora import LoraLayout
     from planish.types import Datum, LoraConfig, ModelInput
 
     decoder = _decoder(path, "float32")
@@ -135,7 +135,7 @@ def gap(path: Path, dtype: str) -> float:
 def _decoder(path: Path, dtype: str):
     import torch
 
-    from planish.model.config import ModelConfig
+    from planish.model.architecture.config import ModelConfig
     from planish.model.kernels.choose import choose_backend
     from planish.model.loading import load_decoder
 

@@ -193,7 +193,7 @@ def on_pretended_gpu() -> Iterator[Any]:
 def random_adapter(base: Any, rank: int = 8) -> Any:
     """Return an adapter of the default modules."""
     from planish.engine.training.adapters import Adapter
-    from planish.model.lora import LoraLayout
+    from planish.model.layers.lora import LoraLayout
     from planish.types import LoraConfig
 
     layout = LoraLayout(base.config, LoraConfig(rank=rank, seed=0))
@@ -257,7 +257,7 @@ def count_bytes(scheme: str, marks: Any) -> Counts:
 
     from planish.model.kernels.choose import triton_backend
     from planish.model.kernels.triton.families import FAMILIES as KERNELS
-    from planish.model.quantization import quantize
+    from planish.model.layers.quantization import quantize
 
     backend = triton_backend(CONFIG, torch.bfloat16, GPU, KERNELS)
     fused = torch.randn(2 * LINEAR_SIZE, LINEAR_SIZE, device=GPU).bfloat16()

@@ -92,7 +92,7 @@ def training_peaks(
     from planish.engine.memory import DeviceMemory
     from planish.engine.settings import EngineSettings
     from planish.engine.training.adapters import Adapter
-    from planish.model.lora import LoraLayout
+    from planish.model.layers.lora import LoraLayout
     from planish.types import Datum, LoraConfig, ModelInput
 
     settings = EngineSettings(

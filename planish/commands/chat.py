@@ -26,7 +26,7 @@ from planish.commands.chat_session import ChatSession, SamplingOptions
 from planish.commands.runs import add_quantize_argument, add_server_arguments
 from planish.console.chat_sampler import AnswerPart, open_chat_sampler
 from planish.errors import PlanishError, UserError
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 from planish.processes.arguments import argument_adder
 
 _PROMPT = "> "

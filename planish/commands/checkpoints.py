@@ -33,7 +33,7 @@ from planish.commands.tables import (
 )
 from planish.engine.checkpoints.store import CheckpointStore, data_directory
 from planish.errors import CheckpointError, UnsupportedError, UserError
-from planish.model.weight_sizes import SCHEMES
+from planish.model.architecture.weight_sizes import SCHEMES
 from planish.processes.arguments import AddArgument, argument_adder
 from planish.server.durable.store import DATABASE
 

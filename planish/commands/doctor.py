@@ -17,9 +17,9 @@ from planish.doctor.gpu.report import GpuReport, ReportOptions
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
 from planish.files import cache_home
-from planish.model.kernels.verdicts import delete_verdicts
-from planish.model.sources import DEFAULT_MODEL
-from planish.model.weight_sizes import SCHEMES
+from planish.model.architecture.weight_sizes import SCHEMES
+from planish.model.kernels.self_test.verdicts import delete_verdicts
+from planish.model.sources.resolve import DEFAULT_MODEL
 from planish.processes.arguments import argument_adder
 from planish.server.options import ServeOptions
 

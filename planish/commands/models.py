@@ -2,8 +2,8 @@
 
 import argparse
 
-from planish.model.listing import print_models
-from planish.model.sources import DEFAULT_MODEL, resolve_model
+from planish.model.sources.listing import print_models
+from planish.model.sources.resolve import DEFAULT_MODEL, resolve_model
 from planish.processes.arguments import argument_adder
 
 

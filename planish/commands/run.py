@@ -21,8 +21,8 @@ import orjson
 import planish
 from planish.errors import UserError
 from planish.import_shims import COOKBOOK_DIRECTORY, SDK_DIRECTORY
-from planish.model.sources import models_from_env_var, resolve_model
-from planish.model.weight_sizes import SCHEMES
+from planish.model.architecture.weight_sizes import SCHEMES
+from planish.model.sources.resolve import models_from_env_var, resolve_model
 from planish.processes.arguments import argument_adder, parse_pairs
 from planish.service import checked_substitutes
 from planish.tinker.service_client import OPTIONS_VARIABLE

@@ -8,7 +8,7 @@ from pathlib import Path
 from planish.client.checkpoint_records import Records, Row, as_json, open_records
 from planish.commands.tables import format_time, print_fields, print_table
 from planish.errors import UserError
-from planish.model.weight_sizes import SCHEMES
+from planish.model.architecture.weight_sizes import SCHEMES
 from planish.processes.arguments import AddArgument, argument_adder
 from planish.runlog.run_directory import CHECKPOINTS, weights_of
 from planish.types import CheckpointPath

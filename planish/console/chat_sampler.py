@@ -19,7 +19,7 @@ from typing import Any
 from planish.client.local import connect, resolve_server_url, start_engine
 from planish.detokenizer import Detokenizer
 from planish.errors import UserError, as_user_errors
-from planish.model.config import ModelConfig
+from planish.model.architecture.config import ModelConfig
 from planish.renderers import Renderer
 from planish.renderers.messages import get_text_content, get_thinking_content
 from planish.renderers.stream_parser import SampleParser, message_parser

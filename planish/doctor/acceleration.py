@@ -19,9 +19,10 @@ from planish.errors import UserError
 from planish.files import cache_home, short_path
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.build import PREBUILT, BuildError, find_compiler
+from planish.model.kernels.interface.setting import kernels_setting
+from planish.model.kernels.self_test.verdicts import Verdict
 from planish.model.kernels.triton.families import wants_graphs
 from planish.model.kernels.triton.self_test import driver_version, has_headers, remedy_of
-from planish.model.kernels.verdicts import Verdict
 
 _KERNEL_REMEDY = (
     "another compiler may help (CXX=clang++); PLANISH_KERNELS=torch turns planish's kernels off"
@@ -142,14 +143,14 @@ def _cpu_kernel_findings() -> Iterator[Finding]:
             error_texts.append(str(error))
     # Only the first call logs why torch replaces kernels, and `choose_dtype` may have made it.
     warnings = list(dict.fromkeys([*logged, *ops.load_warnings, *error_texts]))
-    value = {"in_use": library is not None, "switch": ops.kernels_setting(), "warnings": warnings}
+    value = {"in_use": library is not None, "switch": kernels_setting(), "warnings": warnings}
     if library is not None:
         text = f"in use, compiled for {ops.instructions()}"
         yield Finding("cpu_kernels", text, value)
         yield _verdict_finding(
             "cpu_self_test", library.verdicts, f"{_KERNEL_REMEDY}; please report it"
         )
-    elif ops.kernels_setting() == "torch":
+    elif kernels_setting() == "torch":
         yield Finding("cpu_kernels", "not in use, because PLANISH_KERNELS=torch", value)
     else:
         text = ": ".join(["not in use; torch's kernels are several times slower", *warnings])

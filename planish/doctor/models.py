@@ -11,11 +11,11 @@ from planish.engine.memory import DeviceMemory, gib, main_memory_bytes, usable_b
 from planish.engine.settings import EngineSettings
 from planish.errors import PlanishError, UnknownModelError
 from planish.files import short_path
-from planish.model.config import ModelConfig
-from planish.model.kernels.device import Device
-from planish.model.listing import list_models
-from planish.model.quantization import check_quantizable
-from planish.model.sources import DEFAULT_MODEL, resolve_model
+from planish.model.architecture.config import ModelConfig
+from planish.model.device import Device
+from planish.model.layers.quantization import check_quantizable
+from planish.model.sources.listing import list_models
+from planish.model.sources.resolve import DEFAULT_MODEL, resolve_model
 
 
 def model_findings() -> Iterator[Finding]:

@@ -21,9 +21,9 @@ from planish.engine.base_models import BaseModel, checked_backend
 from planish.engine.memory import DeviceMemory
 from planish.engine.numerics import Numerics, describe_numerics
 from planish.engine.settings import EngineSettings
-from planish.model.config import ModelConfig
+from planish.model.architecture.config import ModelConfig
 from planish.model.kernels.cpp import ops
-from planish.model.kernels.verdicts import Verdict
+from planish.model.kernels.self_test.verdicts import Verdict
 
 
 @dataclass(frozen=True)

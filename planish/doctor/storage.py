@@ -13,7 +13,7 @@ from planish.doctor.findings import Finding, write_problem
 from planish.engine.checkpoints.store import data_directory
 from planish.engine.memory import gib
 from planish.files import cache_home, short_path
-from planish.model.sources import HUB_TIMEOUT_SECONDS, hub_problem
+from planish.model.sources.resolve import HUB_TIMEOUT_SECONDS, hub_problem
 from planish.server.settings import ServerSettings
 
 MIN_FREE_BYTES = 4 * ServerSettings.min_free_disk_bytes

@@ -8,9 +8,9 @@ from planish.engine.base_models import BaseModels
 from planish.engine.checkpoints.store import CheckpointStore, SaveRequest
 from planish.engine.memory import adapter_bytes
 from planish.engine.settings import EngineSettings, choose_device, choose_dtype
-from planish.model.config import ModelConfig
+from planish.model.architecture.config import ModelConfig
 from planish.model.kernels.choose import choose_backend
-from planish.model.weights import weights_fingerprint
+from planish.model.sources.weights import weights_fingerprint
 from planish.service import AdapterBytes
 from planish.types import CheckpointPath, LoraConfig
 

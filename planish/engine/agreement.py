@@ -18,8 +18,8 @@ from planish.engine.sampling.sampler import Sampler
 from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import Trainer
 from planish.errors import PlanishError, UnsupportedError, UserError
-from planish.model.base_decoder import BaseDecoder
-from planish.model.lora import LoraLayout
+from planish.model.decoder.base_decoder import BaseDecoder
+from planish.model.layers.lora import LoraLayout
 from planish.service import Sample
 from planish.types import (
     Datum,

@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,21 +35,21 @@ from planish.engine.settings import (
 )
 from planish.engine.training.trainer import Trainer
 from planish.errors import UnknownModelError, UnsupportedError, UserError
-from planish.model.base_decoder import BaseDecoder
-from planish.model.config import ModelConfig
-from planish.model.kernels.backend import Backend
-from planish.model.kernels.choose import choose_backend
-from planish.model.kernels.device import Device, accumulate_in_float32
-from planish.model.kernels.self_test_process import interrupt_self_tests
+from planish.model.architecture.config import ModelConfig
+from planish.model.decoder.base_decoder import BaseDecoder
+from planish.model.decoder.tensor_parallel.decoder import ShardedDecoder, start_shards
+from planish.model.decoder.tensor_parallel.shards import check_shardable, shard_config
+from planish.model.device import Device, accumulate_in_float32
+from planish.model.kernels.choose import choose_backend, fastest_backend
+from planish.model.kernels.interface.backend import Backend
+from planish.model.kernels.self_test.process import interrupt_self_tests
+from planish.model.kernels.self_test.verdicts import Verdict
 from planish.model.kernels.triton.families import supported_families
 from planish.model.kernels.triton.self_test import check_kernels
-from planish.model.kernels.verdicts import Verdict
+from planish.model.layers.quantization import check_quantizable
 from planish.model.loading import load_decoder
-from planish.model.quantization import check_quantizable
-from planish.model.sources import checked_mapping, resolve_model
-from planish.model.tensor_parallel.decoder import ShardedDecoder, start_shards
-from planish.model.tensor_parallel.shards import check_shardable, shard_config
-from planish.model.weights import weights_fingerprint
+from planish.model.sources.resolve import checked_mapping, resolve_model
+from planish.model.sources.weights import weights_fingerprint
 from planish.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -100,7 +100,10 @@ class BaseModel:
         if num_shards > 1:
             families = [verdict.family for verdict in verdicts if verdict.passed]
             devices = shard_devices(device, num_shards)
-            self._sharded_decoder = start_shards(directory, config, self.backend, devices, families)
+            make_backend = partial(fastest_backend, gpu_families=families)
+            self._sharded_decoder = start_shards(
+                directory, config, self.backend, devices, make_backend
+            )
             self.decoder: BaseDecoder = self._sharded_decoder
             self.backend = self.decoder.backend
         else:

@@ -7,7 +7,7 @@ from planish.engine.checkpoints.files import Manifest
 from planish.engine.checkpoints.store import CheckpointStore
 from planish.engine.training_models import LoadedAdapter
 from planish.errors import CheckpointError
-from planish.model.lora import LoraLayout
+from planish.model.layers.lora import LoraLayout
 from planish.types import CheckpointPath, LoraConfig
 
 

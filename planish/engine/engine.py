@@ -32,9 +32,9 @@ from planish.engine.replication import AdapterVersion
 from planish.engine.settings import EngineSettings
 from planish.engine.training_operations import TrainingOperations
 from planish.errors import CheckpointError, EngineClosedError
-from planish.model.config import ModelConfig
-from planish.model.listing import list_models
-from planish.model.sources import checked_mapping, models_from_env_var
+from planish.model.architecture.config import ModelConfig
+from planish.model.sources.listing import list_models
+from planish.model.sources.resolve import checked_mapping, models_from_env_var
 from planish.processes.threads import limit_threads
 from planish.service import (
     CheckpointInfo,

@@ -41,7 +41,7 @@ from planish.engine.training_models import (
 )
 from planish.engine.training_operations import TrainingOperations
 from planish.errors import EngineClosedError, PlanishError, UserError
-from planish.model.kernels.linear import before_each_matmul
+from planish.model.layers.linear import before_each_matmul
 from planish.processes.background import BackgroundThread, wait_for_saves
 from planish.processes.threads import short_switch_interval
 

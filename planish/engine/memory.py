@@ -26,17 +26,8 @@ from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.settings import EngineSettings, choose_device, choose_dtype
 from planish.engine.training.trainer_settings import TrainerSettings, input_bytes
 from planish.errors import UserError
-from planish.model.config import ModelConfig
-from planish.model.kernels.backend import Backend
-from planish.model.kernels.choose import choose_backend
-from planish.model.kernels.device import Device
-from planish.model.kv_cache import max_pool_bytes, max_reservable_bytes
-from planish.model.lora import LoraLayout
-from planish.model.quantization import DEQUANTIZATION_BYTES
-from planish.model.recurrence import state_bytes
-from planish.model.tensor_parallel.shards import check_shardable, shard_config
-from planish.model.vision.tower import workspace_bytes
-from planish.model.weight_sizes import (
+from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.weight_sizes import (
     code_bytes,
     fused_quantized_shapes,
     linear_bytes,
@@ -44,6 +35,15 @@ from planish.model.weight_sizes import (
     stored_scheme,
     unquantized_bytes,
 )
+from planish.model.decoder.tensor_parallel.shards import check_shardable, shard_config
+from planish.model.device import Device
+from planish.model.kernels.choose import choose_backend
+from planish.model.kernels.interface.backend import Backend
+from planish.model.layers.lora import LoraLayout
+from planish.model.layers.quantization import DEQUANTIZATION_BYTES
+from planish.model.layers.recurrence import state_bytes
+from planish.model.sequences.kv_cache import max_pool_bytes, max_reservable_bytes
+from planish.model.vision.tower import workspace_bytes
 from planish.service import AdapterBytes
 from planish.types import LoraConfig
 

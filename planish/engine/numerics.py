@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from planish.model.kernels.backend import Backend
+from planish.model.kernels.interface.backend import Backend
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from planish.engine.training_models import (
     TrainingModel,
 )
 from planish.errors import UnsupportedError, UserError
-from planish.model.lora import LoraLayout
+from planish.model.layers.lora import LoraLayout
 from planish.service import (
     SUBSTITUTE_REMEDY,
     CreateModel,

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from planish.errors import UserError
-from planish.model.config import ModelConfig
+from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.weight_sizes import SCHEMES
+from planish.model.device import Device
 from planish.model.kernels.cpp import matmul
-from planish.model.kernels.device import Device
 from planish.model.kernels.triton.families import HeadShape, wants_graphs
-from planish.model.weight_sizes import SCHEMES
 from planish.service import checked_substitutes
 
 _NVIDIA_DRIVER_FILES = (
@@ -78,7 +78,7 @@ class EngineSettings:
     """The quantization of the base weights: "int8", "nf4", or None for the model's dtype.
 
     Sampler and trainer read the same quantized weights. Embeddings, head and norms are not
-    quantized. See model/quantization.py for the schemes.
+    quantized. See layers/quantization.py for the schemes.
     """
     tensor_parallel: int | None = None
     """The number of devices of this machine that share each base model; None is 1. On a CPU, the

@@ -15,7 +15,7 @@ from planish.engine.replication import ComputePart, FinishParts
 from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import TrainingBatch
 from planish.errors import UserError
-from planish.model.lora import LoraLayout, LoraWeights
+from planish.model.layers.lora import LoraLayout, LoraWeights
 from planish.service import (
     DeferredForwardBackward,
     ForwardBackward,

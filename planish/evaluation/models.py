@@ -6,7 +6,7 @@ from typing import Any
 
 from planish import SamplingClient, ServiceClient
 from planish.errors import UnknownModelError
-from planish.model.weights import weights_fingerprint
+from planish.model.sources.weights import weights_fingerprint
 from planish.renderers import Renderer
 from planish.runlog.checkpoint_info import find_checkpoint, recorded_renderer_name
 from planish.runlog.checkpoints import choose_renderer

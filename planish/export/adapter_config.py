@@ -14,7 +14,7 @@ from typing import Any
 from planish.engine.checkpoints.files import ADAPTER_CONFIG_FILE
 from planish.errors import DamagedFileError, UnsupportedError
 from planish.export.module_patterns import ModulePatterns
-from planish.model.hf_config.json_fields import read_json
+from planish.model.architecture.hf_config.json_fields import read_json
 
 _OTHER_METHODS: Mapping[str, str] = {
     "use_dora": "DoRA scales the columns of the weight instead of adding to it",

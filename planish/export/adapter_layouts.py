@@ -31,10 +31,15 @@ from torch import Tensor
 
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError
 from planish.export.adapter_config import AdapterConfig
-from planish.model.config import ModelConfig
-from planish.model.linears import fused_modules, head_name, linear_shape, trainable_linears
-from planish.model.lora import split_expert_matrices
-from planish.model.weights import text_model_name
+from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.linears import (
+    fused_modules,
+    head_name,
+    linear_shape,
+    trainable_linears,
+)
+from planish.model.layers.lora import split_expert_matrices
+from planish.model.sources.weights import text_model_name
 
 HEAD = "lm_head"
 """The name of the output head."""

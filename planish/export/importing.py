@@ -27,14 +27,14 @@ from planish.export.adapter_config import AdapterConfig
 from planish.export.adapter_layouts import LoraMatrices
 from planish.export.lora_update import PEFT_PREFIX, StoredTensor, read_adapter
 from planish.export.writing import MARKER_FILE
-from planish.model.config import ModelConfig
-from planish.model.hf_config.json_fields import read_json
-from planish.model.linears import head_name, is_mlp, num_experts_of, trainable_linears
-from planish.model.lora import LoraLayout
-from planish.model.quantization import check_quantizable
-from planish.model.quantized_names import unquantized_remedy
-from planish.model.weight_sizes import SCHEMES
-from planish.model.weights import load_weights, weights_fingerprint
+from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.hf_config.json_fields import read_json
+from planish.model.architecture.linears import head_name, is_mlp, num_experts_of, trainable_linears
+from planish.model.architecture.weight_sizes import SCHEMES
+from planish.model.layers.lora import LoraLayout
+from planish.model.layers.quantization import check_quantizable
+from planish.model.sources.quantized_names import unquantized_remedy
+from planish.model.sources.weights import load_weights, weights_fingerprint
 from planish.types import CheckpointPath, CheckpointType, LoraConfig
 
 MAX_RANK = 256

@@ -42,8 +42,8 @@ from planish.export.adapter_layouts import (
     is_head,
     is_hosted_name,
 )
-from planish.model.config import ModelConfig
-from planish.model.sources import resolve_model
+from planish.model.architecture.config import ModelConfig
+from planish.model.sources.resolve import resolve_model
 
 PEFT_PREFIX = "base_model.model."
 MAX_MERGED_RANK = 4096

@@ -32,11 +32,11 @@ from planish.export.trained_weights import (
     read_trained_weights,
 )
 from planish.files import set_default_mode
-from planish.model.config import ModelConfig
-from planish.model.hf_config.families import text_fields
-from planish.model.hf_config.json_fields import read_json
-from planish.model.quantization import Fp8Weight, Mxfp4Weight
-from planish.model.weights import INDEX_FILE, SINGLE_FILE, load_weights, scale_name
+from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.hf_config.families import text_fields
+from planish.model.architecture.hf_config.json_fields import read_json
+from planish.model.layers.quantization import Fp8Weight, Mxfp4Weight
+from planish.model.sources.weights import INDEX_FILE, SINGLE_FILE, load_weights, scale_name
 
 SHARD_BYTES = 4 << 30
 """The default maximum size of a file."""

@@ -19,9 +19,9 @@ from planish.errors import UserError
 from planish.export.lora_update import LoraUpdate
 from planish.export.merging import RoundingError
 from planish.export.origin import Origin
-from planish.model.config import ModelConfig
-from planish.model.embedded import EMBEDDED_MODELS
-from planish.model.sources import HUB_NAME, models_home
+from planish.model.architecture.config import ModelConfig
+from planish.model.sources.embedded import EMBEDDED_MODELS
+from planish.model.sources.resolve import HUB_NAME, models_home
 from planish.renderers.recommend import recommended_renderer_name
 
 Format = Literal["peft", "merged"]

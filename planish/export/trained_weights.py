@@ -29,9 +29,9 @@ from planish.export.lora_update import (
     StoredTensor,
     unmergeable_error,
 )
-from planish.model.config import ModelConfig
-from planish.model.hf_config.json_fields import read_json
-from planish.model.weights import text_model_name
+from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.hf_config.json_fields import read_json
+from planish.model.sources.weights import text_model_name
 from planish.renderers.recommend import MAX_TOKENIZER_BYTES
 
 EMBEDDING_WEIGHT = "model.embed_tokens.weight"

@@ -22,13 +22,13 @@ from planish.export.merging import (
 )
 from planish.export.model_card import README, ExportBase, Format, model_card
 from planish.export.origin import Origin
-from planish.model.config import ModelConfig
-from planish.model.hf_config.families import is_multimodal
-from planish.model.hf_config.json_fields import read_json
-from planish.model.inspection.vision import is_multimodal_type
-from planish.model.listing import list_models
-from planish.model.sources import HUB_FILES, TOKENIZER_FILES, resolve_model
-from planish.model.weights import text_model_name, weights_fingerprint
+from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.hf_config.families import is_multimodal
+from planish.model.architecture.hf_config.json_fields import read_json
+from planish.model.architecture.inspection.vision import is_multimodal_type
+from planish.model.sources.listing import list_models
+from planish.model.sources.resolve import HUB_FILES, TOKENIZER_FILES, resolve_model
+from planish.model.sources.weights import text_model_name, weights_fingerprint
 
 MARKER_FILE = "planish_export.json"
 """The file that identifies an export and describes its origin."""

@@ -14,7 +14,7 @@ from planish.fleet.fleet import Fleet
 from planish.fleet.link import EngineOptions
 from planish.fleet.ray_link import RayLink, Resources
 from planish.fleet.served import ServedFleet
-from planish.model.kernels.device import Device
+from planish.model.device import Device
 from planish.processes.ray_cluster import (
     HeadWatch,
     free_devices,

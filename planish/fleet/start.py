@@ -13,7 +13,7 @@ from planish.fleet.link import EngineOptions
 from planish.fleet.plan import check_replicas, plan_fleet
 from planish.fleet.process import ProcessLink
 from planish.fleet.remote_engine import RemoteEngine
-from planish.model.sources import checked_mapping
+from planish.model.sources.resolve import checked_mapping
 
 
 def start_process(

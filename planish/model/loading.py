@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from planish.model.base_decoder import BaseDecoder
-from planish.model.decoder import Decoder
+from planish.model.decoder.base_decoder import BaseDecoder
+from planish.model.decoder.decoder import Decoder
 from planish.model.hf.decoder import TransformersDecoder
 from planish.model.hf.vision_tower import image_registry, load_tower
-from planish.model.kernels.backend import Backend
-from planish.model.weights import load_weights
+from planish.model.kernels.interface.backend import Backend
+from planish.model.sources.weights import load_weights
 
 
 def load_decoder(directory: Path, backend: Backend, quantize: str | None = None) -> BaseDecoder:

@@ -17,7 +17,7 @@ import chz
 
 from planish import AdamParams, SamplingParams, ServiceClient, TrainingClient
 from planish.completers import derived_seed
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 from planish.recipes import training_run
 from planish.recipes.rl_loop import sample_groups, train_step, training_examples
 from planish.recipes.sums import EXAMPLE_PAIRS, EXAMPLE_SUMS, Sum, all_sums

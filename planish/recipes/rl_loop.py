@@ -33,7 +33,7 @@ from planish.datasets.math_problems import load_problems
 from planish.datasets.row_digests import recorded_rows
 from planish.datasets.rows import warn_of_partial_batch
 from planish.datasets.split_names import SplitNames
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 from planish.processes.interruption import StopRequest
 from planish.recipes import training_run
 from planish.renderers import Renderer, get_text_content

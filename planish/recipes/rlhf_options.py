@@ -16,7 +16,7 @@ import chz
 from planish import ServiceClient
 from planish.datasets.split_names import SplitNames
 from planish.errors import UserError
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 from planish.preference import model_training
 from planish.preference.comparison_evaluator import ComparisonEvaluatorBuilder
 from planish.preference.datasets import ComparisonBuilder, ComparisonBuilderFromRows

@@ -33,7 +33,7 @@ from planish.datasets.rows import load_rows, warn_of_partial_batch
 from planish.datasets.split_names import SplitNames
 from planish.datasets.unused_columns import UnusedColumns
 from planish.errors import UserError
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 from planish.recipes import training_run
 from planish.renderers import Renderer, TrainOnWhat, datum_from_weights
 from planish.runlog.checkpoints import (

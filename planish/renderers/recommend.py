@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from planish.errors import DamagedFileError, UnknownModelError
-from planish.model.hf_config.families import FAMILIES, MODEL_TYPES, MULTIMODAL_ARCHITECTURES
-from planish.model.hf_config.json_fields import MAX_CONFIG_BYTES, read_json
+from planish.model.architecture.hf_config.families import (
+    FAMILIES,
+    MODEL_TYPES,
+    MULTIMODAL_ARCHITECTURES,
+)
+from planish.model.architecture.hf_config.json_fields import MAX_CONFIG_BYTES, read_json
 from planish.renderers.chat_format import ChatFormat
 from planish.renderers.chatml import ChatML
 from planish.renderers.llama3 import BOS, EOT, START

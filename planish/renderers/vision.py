@@ -22,7 +22,7 @@ import torch
 from planish.datasets.image_parts import image_chunk
 from planish.errors import UserError
 from planish.images import MAX_IMAGES, ImageChunk
-from planish.model.inspection.vision import may_read_images
+from planish.model.architecture.inspection.vision import may_read_images
 from planish.model.vision.processing import ImageProcessor, has_image_processor, image_processor
 from planish.renderers.chatml import ChatML
 from planish.renderers.codec import Codec, Control, Piece, counts_tokens

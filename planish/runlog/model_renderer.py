@@ -6,11 +6,11 @@ process or in a worker.
 
 A server may have models whose names only it knows. So a run first gets the tokenizer from the
 service (`learn_renderer`). Other processes resolve the name as an engine does
-(planish/model/sources.py).
+(planish/model/sources/resolve.py).
 """
 
 from planish import ServiceClient
-from planish.model.sources import resolve_model
+from planish.model.sources.resolve import resolve_model
 from planish.renderers import Renderer
 from planish.runlog.checkpoints import choose_renderer
 from planish.tokenizer import ModelTokenizer, load_tokenizer

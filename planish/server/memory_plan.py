@@ -8,8 +8,8 @@ from pathlib import Path
 
 from planish.engine.memory import RUNTIME_BYTES, DeviceMemory, ModelMemory, gib
 from planish.engine.settings import EngineSettings
-from planish.model.config import ModelConfig
-from planish.model.weights import weight_files
+from planish.model.architecture.config import ModelConfig
+from planish.model.sources.weights import weight_files
 from planish.server.http.budgets import MAX_TOTAL_BODIES
 from planish.server.openai.models import (
     MAX_CHARACTERS_PER_TOKEN,

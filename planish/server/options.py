@@ -12,7 +12,7 @@ from typing import Any
 
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
-from planish.model.weight_sizes import SCHEMES
+from planish.model.architecture.weight_sizes import SCHEMES
 from planish.processes.arguments import argument_adder, parse_pairs
 from planish.server.http.access import LOG_LEVELS, LogFormat
 from planish.server.http.origins import check_origins, is_loopback

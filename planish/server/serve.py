@@ -47,8 +47,8 @@ from planish.fleet.plan import FleetPlan, check_replicas, plan_fleet
 from planish.fleet.served import ServedFleet
 from planish.fleet.vllm.engine import VllmEngine
 from planish.fleet.vllm.options import VllmSampler, checked_sampler
-from planish.model.listing import list_models
-from planish.model.sources import DEFAULT_MODEL, resolve_model
+from planish.model.sources.listing import list_models
+from planish.model.sources.resolve import DEFAULT_MODEL, resolve_model
 from planish.processes.stall_watch import StallWatch
 from planish.server.engine_client import WARMUP_SAMPLE
 from planish.server.garbage import GarbageCollector, freeze_objects

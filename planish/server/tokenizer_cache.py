@@ -10,7 +10,7 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
 from planish.files import write_atomically
-from planish.model.sources import HUB_NAME
+from planish.model.sources.resolve import HUB_NAME
 from planish.server.http.routes_checkpoints import tokenizer_files
 
 _log = logging.getLogger(__name__)

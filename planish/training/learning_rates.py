@@ -22,8 +22,8 @@ import re
 from pathlib import Path
 
 from planish.errors import UserError
-from planish.model.hf_config.families import text_fields
-from planish.model.hf_config.json_fields import read_json
+from planish.model.architecture.hf_config.families import text_fields
+from planish.model.architecture.hf_config.json_fields import read_json
 
 BASE_RATE = 5e-5
 REFERENCE_HIDDEN_SIZE = 2000

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import chz
 
 from planish.errors import UserError
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 from planish.runlog.metrics_log import require_loggers
 from planish.runlog.retention import Retention
 from planish.training.option_rules import (

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from planish.doctor.gpu import kernel_profile
 from planish.doctor.gpu.random_model import SHAPES, random_model
-from planish.model.config import ModelConfig, RopeConfig
+from planish.model.architecture.config import ModelConfig, RopeConfig
 
 SIZES = ModelConfig(
     "qwen3", 100, 8, 12, 3, 4, 2, 2, 1e-6, RopeConfig(1e6), 128, True, True, False, ()

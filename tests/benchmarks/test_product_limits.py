@@ -4,7 +4,7 @@ import pytest
 import torch
 from limits import Limit, RowCounts, matmul_factories, random_matrix, seconds_for_rows
 
-from planish.model.config import ModelConfig
+from planish.model.architecture.config import ModelConfig
 from planish.testing import tiny_model
 
 

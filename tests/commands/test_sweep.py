@@ -10,7 +10,7 @@ import pytest
 from planish.commands import recipe_modules, sweep
 from planish.commands.cli import main
 from planish.files import read_rows
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 from planish.testing import tiny_model
 
 ROOT = Path(__file__).parents[2]

@@ -26,8 +26,8 @@ from planish.distillation.prompts import PromptOnlyDatasetBuilder, PromptOnlyEnv
 from planish.distillation.teachers import TeacherConfig
 from planish.errors import UnsupportedError, UserError
 from planish.files import read_rows
-from planish.model.config import ModelConfig
-from planish.model.lora import LoraLayout
+from planish.model.architecture.config import ModelConfig
+from planish.model.layers.lora import LoraLayout
 from planish.rl.data_processing import TrainingSequence
 from planish.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
 from planish.training.rl_config import KLReferenceConfig, StreamMinibatchConfig

@@ -34,8 +34,8 @@ from planish.engine.numerics import Numerics
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
 from planish.model.kernels.cpp.build import BuildError
-from planish.model.kernels.verdicts import Verdict, verdict_file, write_verdicts
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.kernels.self_test.verdicts import Verdict, verdict_file, write_verdicts
+from planish.model.sources.resolve import DEFAULT_MODEL
 from planish.processes import threads
 from planish.sandbox import Sandbox, SandboxUnavailableError
 from planish.testing import tiny_model, tiny_transformers_model

@@ -18,7 +18,7 @@ from planish.doctor.gpu.roofline import (
     work_of,
 )
 from planish.errors import UnknownModelError, UnsupportedError
-from planish.model.config import ModelConfig
+from planish.model.architecture.config import ModelConfig
 from planish.testing import tiny_model, tiny_transformers_model
 
 H100, RTX4090 = CARDS["h100"], CARDS["rtx4090"]

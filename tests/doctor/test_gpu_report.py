@@ -102,7 +102,7 @@ def program(directory: Path, text: str) -> list[str]:
     path = directory / "program.py"
     path.write_text(
         "import json, os, sys, time\n"
-        "from planish.model.kernels.self_test_process import end_with_parent\n"
+        "from planish.model.kernels.self_test.process import end_with_parent\n"
         "request = json.load(sys.stdin)\n"
         "end_with_parent(request['parent'])\n"
         "def write(**fields):\n    print(json.dumps(fields), flush=True)\n" + textwrap.dedent(text)

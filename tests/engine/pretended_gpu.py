@@ -27,10 +27,10 @@ from triton.runtime.interpreter import InterpretedFunction
 from planish.engine import base_models
 from planish.engine.sampling.cuda_graph_runner import DecodeStep, GraphRecorder
 from planish.engine.sampling.sampler import Sampler
+from planish.model.kernels.self_test.verdicts import Verdict
 from planish.model.kernels.triton import common
 from planish.model.kernels.triton.families import FAMILIES
-from planish.model.kernels.verdicts import Verdict
-from planish.model.quantization import dynamic_values, four_bit_values, mxfp4_scales
+from planish.model.layers.quantization import dynamic_values, four_bit_values, mxfp4_scales
 
 GPU = torch.device("cuda", 0)
 WAITING = (

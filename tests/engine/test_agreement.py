@@ -5,20 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from backends import CPU
+from backends import CPU, load_on
 
 from planish.engine import base_models
 from planish.engine.agreement import ROUNDING_DIFFERENCES, measure_difference, warn_of_difference
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.training.trainer import Trainer
-from planish.model.base_decoder import BaseDecoder
-from planish.model.decoder import Decoder
+from planish.model.decoder.base_decoder import BaseDecoder
 from planish.testing import tiny_model
 
 
 def decoder_of(directory: Path, **options) -> BaseDecoder:
-    return Decoder.load(tiny_model(directory, **options), torch.bfloat16, CPU)
+    return load_on(tiny_model(directory, **options), torch.bfloat16, CPU)
 
 
 def test_a_correct_decoder_is_not_warned_about(tmp_path, caplog):

@@ -477,7 +477,7 @@ def test_a_stored_error_references_no_tensors(engine, monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("planish.model.head._logits", too_much)
+        patch.setattr("planish.model.decoder.head._logits", too_much)
         patch.setattr(base.sampler._head, "logits", too_much)
         scored = replace(request("s"), prompt_logprobs=True)
         operations = (request("s"), scored, ForwardBackward("a", [datum()], "cross_entropy"))
@@ -507,7 +507,7 @@ def test_an_out_of_memory_error_names_the_settings_to_lower(engines, monkeypatch
         raise type(lack)(*lack.args)
 
     with monkeypatch.context() as patch:
-        patch.setattr("planish.model.head._logits", full)
+        patch.setattr("planish.model.decoder.head._logits", full)
         patch.setattr(engine._base_models.get("llama").sampler._head, "logits", full)
         for operation in (request("s"), ForwardBackward("a", [datum()], "cross_entropy")):
             error = engine.submit(operation).exception(WAIT)

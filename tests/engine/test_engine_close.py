@@ -8,7 +8,7 @@ import pytest
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
 from planish.errors import EngineClosedError
-from planish.model.kernels.linear import PackedLinear
+from planish.model.layers.linear import PackedLinear
 from planish.service import CreateModel, CreateSampler, ForwardBackward, Sample
 from planish.testing import tiny_model
 from planish.types import Datum, LoraConfig, ModelInput, SamplingParams

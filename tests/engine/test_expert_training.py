@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from backends import load_on
 from test_sampler_equals_trainer import gaps, trained_adapter
 from test_trainer import (
     CPU,
@@ -25,8 +26,8 @@ from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.training.trainer_settings import TrainerSettings
-from planish.model import experts
-from planish.model.decoder import Decoder
+from planish.model.decoder import experts
+from planish.model.decoder.decoder import Decoder
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.probe import probe
 from planish.service import Sample
@@ -43,7 +44,7 @@ OPTIONS = {
 @pytest.fixture(name="decoder", scope="module", params=OPTIONS)
 def _decoder(tmp_path_factory, request) -> Decoder:
     path = tiny_model(tmp_path_factory.mktemp("model"), request.param, **OPTIONS[request.param])
-    return Decoder.load(path, torch.float32, CPU)
+    return load_on(path, torch.float32, CPU)
 
 
 def test_packed_training_equals_single_datums_and_any_split(decoder):
@@ -70,7 +71,7 @@ def test_packed_training_equals_single_datums_and_any_split(decoder):
 def test_activation_bytes_match_the_memory_autograd_saves(tmp_path, family):
     # As in real models, all experts of a token are wider than its hidden state.
     path = tiny_model(tmp_path, family, experts_per_token=4, expert_size=64)
-    decoder = Decoder.load(path, torch.bfloat16, CPU)
+    decoder = load_on(path, torch.bfloat16, CPU)
     tokens = np.random.default_rng(0).integers(0, 272, 501)
     inputs = ModelInput.from_ints(tokens[:-1].tolist())
     kept: dict[int, int] = {}
@@ -125,7 +126,7 @@ def test_sampler_and_trainer_choose_the_same_experts(tmp_path, dtype, family, mo
     if ops.load_library() is None:
         pytest.skip("bits are promised where the CPU's own kernels serve")
     path = tiny_model(tmp_path, family, dtype="bfloat16", vocab_size=320, **OPTIONS[family])
-    decoder = Decoder.load(path, dtype, CPU)
+    decoder = load_on(path, dtype, CPU)
     adapter, tiling = trained_adapter(decoder), probe(decoder.backend)
     prompt = ModelInput.from_ints(np.random.default_rng(0).integers(0, 256, 30).tolist())
     sampler = Sampler(decoder, SamplerSettings(), str)

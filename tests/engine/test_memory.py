@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from backends import load_on
 
 from planish.client.local import models_used_together
 from planish.engine import memory
@@ -18,19 +19,19 @@ from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.settings import EngineSettings
 from planish.engine.training.trainer_settings import TrainerSettings
 from planish.errors import UserError
-from planish.model.config import ModelConfig
-from planish.model.decoder import Decoder
-from planish.model.hf_config.fp8_config import Fp8Config
-from planish.model.kernels.backend import Backend
-from planish.model.kernels.choose import choose_backend, reference_backend, triton_backend
-from planish.model.kv_cache import max_pool_bytes
-from planish.model.quantization import DEQUANTIZATION_BYTES
-from planish.model.weight_sizes import (
+from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.hf_config.fp8_config import Fp8Config
+from planish.model.architecture.weight_sizes import (
     linear_bytes,
     mxfp4_bytes,
     quantized_shapes,
     unquantized_bytes,
 )
+from planish.model.decoder.decoder import Decoder
+from planish.model.kernels.choose import choose_backend, reference_backend, triton_backend
+from planish.model.kernels.interface.backend import Backend
+from planish.model.layers.quantization import DEQUANTIZATION_BYTES
+from planish.model.sequences.kv_cache import max_pool_bytes
 from planish.service import CreateSampler
 from planish.testing import tiny_model, use_mxfp4
 
@@ -525,7 +526,7 @@ def test_the_memory_plan_counts_linears_that_are_dequantized(tmp_path, machine, 
     machine(64 * GIB)
     tiny_model(tmp_path, family, intermediate=48, expert_size=48, dtype="bfloat16")
     settings = EngineSettings(dtype=dtype, device="cpu", quantize="int8")
-    decoder = Decoder.load(tmp_path, getattr(torch, dtype), torch.device("cpu"), quantize="int8")
+    decoder = load_on(tmp_path, getattr(torch, dtype), torch.device("cpu"), quantize="int8")
     backend, config = decoder.backend, decoder.config
     if not backend.uses_compiled_kernels:
         pytest.skip("the formula is that of the C++ kernels")

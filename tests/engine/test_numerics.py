@@ -5,19 +5,19 @@ import logging
 import numpy as np
 import pytest
 import torch
+from backends import load_on
 from test_sampler_equals_trainer import gap
 
 from planish.engine.engine import Engine
 from planish.engine.numerics import Numerics, describe_numerics
 from planish.engine.settings import EngineSettings
-from planish.model.config import ModelConfig
-from planish.model.decoder import Decoder
-from planish.model.kernels.backend import Backend
+from planish.model.architecture.config import ModelConfig
 from planish.model.kernels.choose import choose_backend, reference_backend
 from planish.model.kernels.cpp import ops
+from planish.model.kernels.interface.backend import Backend
 from planish.model.kernels.reference.probe import probe
-from planish.model.kernels.row_tiling import FIXED, RowTiling
 from planish.model.kernels.triton.families import FAMILIES
+from planish.model.layers.row_tiling import FIXED, RowTiling
 from planish.testing import tiny_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -100,7 +100,7 @@ def test_the_measured_logprob_gap_matches_the_reported_one(
         monkeypatch.setattr(library, "torch_families", frozenset({path, "decode"}))
     name = str(dtype).removeprefix("torch.")
     tiny_model(tmp_path, "qwen3", kv_heads=4, intermediate=128, vocab_size=320, dtype=name)
-    decoder = Decoder.load(tmp_path, dtype, CPU)
+    decoder = load_on(tmp_path, dtype, CPU)
     expected = described(decoder.backend, probe(decoder.backend))
     assert 0.5 * np.mean(gap(decoder, 1.0) ** 2) <= expected.expected_kl
 

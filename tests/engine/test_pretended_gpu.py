@@ -26,11 +26,11 @@ from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner, DecodeSte
 from planish.engine.sampling.model_runner import EagerRunner
 from planish.engine.settings import EngineSettings
 from planish.engine.training.adapters import Adapter
-from planish.model.config import ModelConfig
-from planish.model.kernels.self_test_process import WrongResultError
+from planish.model.architecture.config import ModelConfig
+from planish.model.kernels.self_test.process import WrongResultError
+from planish.model.kernels.self_test.verdicts import Verdict
 from planish.model.kernels.triton.families import FAMILIES
-from planish.model.kernels.verdicts import Verdict
-from planish.model.lora import LoraLayout
+from planish.model.layers.lora import LoraLayout
 from planish.testing import tiny_model, use_fp8, use_mxfp4
 from planish.types import AdamParams, Datum, LoraConfig, ModelInput, SampleResponse
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backends import CONFIG
+from backends import CONFIG, CPU, load_on
 from test_sampler_equals_trainer import gap, trained_adapter
 from variants import slow_after
 
@@ -22,15 +22,15 @@ from planish.engine.settings import EngineSettings
 from planish.engine.training.trainer import Trainer
 from planish.engine.training.trainer_settings import TrainerSettings
 from planish.errors import CheckpointError, UserError
-from planish.model.config import ModelConfig
-from planish.model.decoder import Decoder
+from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.weight_sizes import SCHEMES, linear_bytes, quantized_shapes
+from planish.model.decoder.decoder import Decoder
 from planish.model.kernels.choose import reference_backend
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.probe import cancelling_inputs
-from planish.model.layers import Experts
-from planish.model.quantization import QuantizedWeight, quantize
-from planish.model.weight_sizes import SCHEMES, linear_bytes, quantized_shapes
-from planish.model.weights import load_weights
+from planish.model.layers.layer_weights import Experts
+from planish.model.layers.quantization import QuantizedWeight, quantize
+from planish.model.sources.weights import load_weights
 from planish.service import (
     CreateModel,
     CreateSampler,
@@ -53,7 +53,6 @@ from planish.types import (
     SamplingParams,
 )
 
-CPU = torch.device("cpu")
 LORA = LoraConfig(rank=4, seed=1)
 WAIT = 60.0
 
@@ -134,7 +133,7 @@ def test_sampled_and_trained_logprobs_agree(tmp_path, family, scheme, dtype):
     and routers are not.
     """
     tiny_model(tmp_path, family, intermediate=128, expert_size=64)
-    decoder = Decoder.load(tmp_path, dtype, CPU, quantize=scheme)
+    decoder = load_on(tmp_path, dtype, CPU, quantize=scheme)
     check_gap(decoder)
 
 
@@ -144,7 +143,7 @@ def test_sizes_without_a_quantized_kernel_are_batch_invariant(tmp_path, dtype, c
     """The kernels for int8 support no inputs that are not a multiple of 32."""
     tiny_model(tmp_path, "qwen3_moe", intermediate=128, expert_size=48)
     with caplog.at_level(logging.INFO):
-        decoder = Decoder.load(tmp_path, dtype, CPU, quantize="int8")
+        decoder = load_on(tmp_path, dtype, CPU, quantize="int8")
     if not decoder.backend.uses_compiled_kernels:
         pytest.skip("torch computes the matmuls here, and dequantizes the weights for each")
     check_gap(decoder)
@@ -178,7 +177,7 @@ def test_torch_multiplies_quantized_weights_as_it_does_others(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sampled_and_trained_logprobs_agree_with_mxfp4_experts(tmp_path, dtype):
     use_mxfp4(tiny_model(tmp_path, "gpt_oss", expert_size=64, dtype="bfloat16"))
-    decoder = Decoder.load(tmp_path, dtype, CPU)
+    decoder = load_on(tmp_path, dtype, CPU)
     check_gap(decoder)
 
 
@@ -190,7 +189,7 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]}
 def test_sampled_and_trained_logprobs_agree_with_an_fp8_checkpoint(tmp_path, dtype):
     path = tiny_model(tmp_path, "qwen3", dtype="bfloat16")
     use_fp8(path, FP8, (32, 32), "weight_scale_inv")
-    check_gap(Decoder.load(tmp_path, dtype, CPU))
+    check_gap(load_on(tmp_path, dtype, CPU))
 
 
 def test_an_adapter_of_fp8_weights_needs_them_or_the_name_of_other_weights(tmp_path):
@@ -220,7 +219,7 @@ def test_a_quantized_model_is_the_model_of_its_dequantized_weights(model, scheme
     In float32, the backward pass of weights that are not quantized uses torch.
     """
     config = ModelConfig.from_directory(model)
-    quantized = Decoder.load(model, torch.bfloat16, CPU, quantize=scheme)
+    quantized = load_on(model, torch.bfloat16, CPU, quantize=scheme)
     weights = load_weights(model, config)
     for name in quantized_shapes(config):
         weights[name] = quantize(weights[name], scheme).dequantize(torch.bfloat16)
@@ -346,8 +345,8 @@ def test_the_named_weights_of_each_family_are_quantized(tmp_path, family, monkey
         quantized.append(tuple(weight.shape))
         return quantize(weight, scheme)
 
-    monkeypatch.setattr("planish.model.decoder.quantize", noted)
-    Decoder.load(tmp_path, torch.float32, CPU, quantize="int8")
+    monkeypatch.setattr("planish.model.decoder.decoder.quantize", noted)
+    load_on(tmp_path, torch.float32, CPU, quantize="int8")
     named = quantized_shapes(ModelConfig.from_directory(tmp_path))
     assert sorted(quantized) == sorted(named.values())
 

@@ -9,22 +9,22 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 import torch
-from backends import with_tiling
+from backends import CPU, load_on, with_tiling
 
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import Trainer
 from planish.engine.training.trainer_settings import TrainerSettings
-from planish.model.config import ModelConfig
-from planish.model.decoder import Decoder
+from planish.model.architecture.config import ModelConfig
+from planish.model.decoder.decoder import Decoder
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference import ordered_attention
 from planish.model.kernels.reference.probe import probe
-from planish.model.kernels.row_tiling import RowTiling
-from planish.model.lora import LoraLayout
-from planish.model.weights import load_weights
+from planish.model.layers.lora import LoraLayout
+from planish.model.layers.row_tiling import RowTiling
+from planish.model.sources.weights import load_weights
 from planish.service import Sample
 from planish.testing import tiny_model
 from planish.types import (
@@ -37,7 +37,6 @@ from planish.types import (
     TensorData,
 )
 
-CPU = torch.device("cpu")
 YARN_SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -144,7 +143,7 @@ def _kernels(request, monkeypatch):
 def test_sampled_and_trained_logprobs_agree_in_float32(tmp_path, family, temperature):
     """With planish's kernels, the logprobs are bitwise equal."""
     tiny_model(tmp_path, family=family, vocab_size=320)
-    found = np.abs(gap(Decoder.load(tmp_path, torch.float32, CPU), temperature)).max()
+    found = np.abs(gap(load_on(tmp_path, torch.float32, CPU), temperature)).max()
     assert found == 0 if ops.load_library() is not None else found < 3e-5
 
 
@@ -173,7 +172,7 @@ def test_sampled_and_trained_logprobs_agree_bitwise_in_bf16(tmp_path, family, op
     # As in real models, the width is a multiple of the vector registers: for the remainder, torch's
     # SwiGLU uses another exp.
     tiny_model(tmp_path, family=family, dtype="bfloat16", intermediate=128, **options)
-    decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
+    decoder = load_on(tmp_path, torch.bfloat16, CPU)
     adapter, tiling = trained_adapter(decoder), probe(decoder.backend)
     if tiling is None:
         pytest.skip("this machine's bf16 products depend on the number of rows; see probe.py")
@@ -266,7 +265,7 @@ def test_logprobs_agree_for_widths_without_adapter_kernels(tmp_path):
     sampler and in the trainer, whatever else is in the batch.
     """
     tiny_model(tmp_path, intermediate=112, layers=4)
-    decoder = Decoder.load(tmp_path, torch.float32, CPU)
+    decoder = load_on(tmp_path, torch.float32, CPU)
     tiling = probe(decoder.backend)
     prompt = ModelInput.from_ints(list(range(70)))
     op = Sample("s", prompt, 4, SamplingParams(max_tokens=30, seed=1, stop=[]))
@@ -296,7 +295,7 @@ def test_logprobs_agree_for_several_adapters_in_one_batch(tmp_path):
     320 has kernels for the head too.
     """
     tiny_model(tmp_path, dtype="bfloat16", intermediate=128, vocab_size=320)
-    decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
+    decoder = load_on(tmp_path, torch.bfloat16, CPU)
     tiling = probe(decoder.backend)
     if ops.load_library() is None or tiling is None:
         pytest.skip("bits are promised where the CPU's own kernels serve")
@@ -335,7 +334,7 @@ def alone(
 def test_logprobs_agree_for_a_batch_of_one_row(tmp_path):
     """For one row with 1024 columns or more, some machines use another summation order."""
     tiny_model(tmp_path, family="llama", dtype="bfloat16", layers=6, intermediate=2048)
-    decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
+    decoder = load_on(tmp_path, torch.bfloat16, CPU)
     tiling = probe(decoder.backend)
     if tiling is None:
         pytest.skip("this machine's bf16 products depend on the number of rows; see probe.py")
@@ -350,7 +349,7 @@ def test_a_different_summation_order_exceeds_the_tolerance(tmp_path, monkeypatch
     """A control: another rounding in the trainer's attention alone changes logprobs by far more."""
     tiny_model(tmp_path, family="llama", dtype="bfloat16", layers=6)
     monkeypatch.setattr(ops, "load_library", lambda: None)
-    decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
+    decoder = load_on(tmp_path, torch.bfloat16, CPU)
     exact = ordered_attention.attend
 
     def less_exact(*tensors):

@@ -23,8 +23,8 @@ from planish.client.training_client import TrainingClient
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
 from planish.errors import EngineClosedError, NonFiniteError, UnsupportedError, UserError
-from planish.model.decoder import Decoder
-from planish.model.tensor_parallel.decoder import ShardedDecoder, weight_bytes
+from planish.model.decoder.decoder import Decoder
+from planish.model.decoder.tensor_parallel.decoder import ShardedDecoder, weight_bytes
 from planish.server.options import add_arguments, options_of
 from planish.testing import tiny_model
 from planish.types import AdamParams, CheckpointPath, Datum, ModelInput, SamplingParams, TensorData

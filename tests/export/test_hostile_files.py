@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from backends import load_on
 from hostile_files import ADAPTERS, CHECKPOINTS, MODELS, copied
 from peft_adapters import saved
 from trained_adapters import Trained
@@ -14,7 +15,6 @@ from planish.engine.checkpoints.store import CheckpointStore
 from planish.errors import PlanishError
 from planish.export import weights
 from planish.export.importing import import_adapter
-from planish.model.decoder import Decoder
 from planish.testing import tiny_model
 
 MAX_SECONDS = 5.0
@@ -91,7 +91,7 @@ def test_hostile_models_are_rejected(base, tmp_path, name):
     directory = copied(base, tmp_path / "model")
     MODELS[name](directory)
     with pytest.raises(PlanishError) as raised:
-        Decoder.load(directory, torch.float32, torch.device("cpu"))
+        load_on(directory, torch.float32, torch.device("cpu"))
     check_message(raised.value, directory)
 
 

@@ -12,7 +12,7 @@ from short_datum import STEP, datum
 
 from planish import ModelInput, SamplingParams, ServiceClient
 from planish.fleet.vllm.options import VllmSampler
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 

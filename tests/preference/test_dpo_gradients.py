@@ -13,8 +13,8 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
 from planish import AdamParams, ServiceClient
-from planish.model.config import ModelConfig
-from planish.model.lora import LoraLayout
+from planish.model.architecture.config import ModelConfig
+from planish.model.layers.lora import LoraLayout
 from planish.preference.datasets import comparison_to_data
 from planish.preference.dpo import PairObjective
 from planish.preference.losses import DPOLoss, IPOLoss, SimPOLoss

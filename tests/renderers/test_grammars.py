@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from planish.errors import UnsupportedError
-from planish.model.sources import DEFAULT_MODEL, resolve_model
+from planish.model.sources.resolve import DEFAULT_MODEL, resolve_model
 from planish.renderers import get_renderer
 from planish.renderers.grammars import (
     ANY_TEXT,

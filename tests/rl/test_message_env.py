@@ -12,8 +12,8 @@ from virtual_time import VirtualTimeLoop, run_in_virtual_time
 
 from planish import logtree
 from planish.errors import UserError
-from planish.model.embedded import DEFAULT_DIRECTORY_NAME
-from planish.model.sources import models_home
+from planish.model.sources.embedded import DEFAULT_DIRECTORY_NAME
+from planish.model.sources.resolve import models_home
 from planish.renderers import Message, get_renderer
 from planish.rl.data_processing import trajectory_to_data
 from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult

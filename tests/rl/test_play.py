@@ -12,7 +12,7 @@ from rollout_samples import NASTY
 from planish.commands import play as command
 from planish.commands.cli import main
 from planish.errors import UserError
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 from planish.recipes import guess_number
 from planish.recipes.guess_number import GuessNumberDatasetBuilder
 from planish.renderers import get_renderer

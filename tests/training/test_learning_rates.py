@@ -7,7 +7,7 @@ import json
 import pytest
 
 from planish.errors import UserError
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 from planish.testing import tiny_model
 from planish.training.learning_rates import get_lora_lr_over_full_finetune_lr, get_lr
 

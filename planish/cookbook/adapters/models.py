@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from planish.model.config import ModelConfig
-from planish.model.sources import resolve_model
+from planish.model.architecture.config import ModelConfig
+from planish.model.sources.resolve import resolve_model
 from planish.renderers import recommended_renderer_name
 from planish.tokenizer import ModelTokenizer, load_tokenizer
 

@@ -14,7 +14,7 @@ import torch
 
 from planish.engine.base_models import is_wsl
 from planish.engine.memory import main_memory_bytes
-from planish.model.kernels.device import Device
+from planish.model.device import Device
 from planish.model.kernels.triton.self_test import driver_version, has_compiler, has_headers
 
 _QUERIED = (

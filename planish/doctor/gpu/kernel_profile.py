@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from planish.model.kernels.device import Device
+from planish.model.device import Device
 
 MAX_KERNELS_SHOWN = 25
 NAME_CHARACTERS = 100

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from planish.model.kernels.device import Device
+from planish.model.device import Device
 
 REPEATS = 3
 SQUARE_SIZE, SMALL_SQUARE_SIZE = 8192, 256

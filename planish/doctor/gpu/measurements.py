@@ -32,9 +32,9 @@ from planish.engine.base_models import checked_backend
 from planish.engine.memory import DeviceMemory, gib
 from planish.engine.settings import EngineSettings, choose_dtype
 from planish.errors import PlanishError
-from planish.model.config import ModelConfig
-from planish.model.kernels.device import Device, accumulate_in_float32
-from planish.model.kernels.self_test_process import end_with_parent
+from planish.model.architecture.config import ModelConfig
+from planish.model.device import Device, accumulate_in_float32
+from planish.model.kernels.self_test.process import end_with_parent
 
 BANDWIDTH_BYTES, SMALL_BANDWIDTH_BYTES = 1 << 32, 1 << 24
 """More than any cache holds."""

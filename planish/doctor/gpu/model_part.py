@@ -22,8 +22,8 @@ from planish.engine.base_models import BaseModel
 from planish.engine.memory import ModelMemory
 from planish.engine.settings import EngineSettings
 from planish.engine.training.adapters import Adapter
-from planish.model.kernels.device import Device
-from planish.model.lora import LoraLayout
+from planish.model.device import Device
+from planish.model.layers.lora import LoraLayout
 from planish.service import Sample
 from planish.types import AdamParams, Datum, LoraConfig, ModelInput, SampleResponse, SamplingParams
 

@@ -17,9 +17,9 @@ from planish.doctor.models import plan_finding
 from planish.engine.memory import DeviceMemory, ModelMemory, gib
 from planish.engine.settings import EngineSettings
 from planish.errors import UnknownModelError
-from planish.model.config import ModelConfig
+from planish.model.architecture.config import ModelConfig
 from planish.model.kernels.choose import choose_backend
-from planish.model.sources import resolve_model
+from planish.model.sources.resolve import resolve_model
 
 CONTEXTS = (1024, 4096, 16384)
 ROWS = (1, 16, 64, 128, 256, 512)

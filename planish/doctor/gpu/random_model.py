@@ -23,8 +23,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig, Qwen3Config, Qwen3MoeConfig
 
-from planish.model.config import ModelConfig
-from planish.model.weights import INDEX_FILE, expected_shapes
+from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.weight_shapes import expected_shapes
+from planish.model.sources.weights import INDEX_FILE
 from planish.testing import EOS_TOKEN_ID, save_byte_tokenizer
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {

@@ -35,8 +35,8 @@ from planish.doctor.gpu.report_file import (
 )
 from planish.doctor.gpu.request import Request, models_home
 from planish.engine.settings import choose_device
-from planish.model.kernels.device import Device
-from planish.model.weight_sizes import SCHEMES
+from planish.model.architecture.weight_sizes import SCHEMES
+from planish.model.device import Device
 
 MINUTES = 10.0
 MODELS = ("Qwen3-0.6B", "Qwen3-8B")

@@ -10,7 +10,7 @@ import torch
 from planish.doctor.gpu.cards import Card
 from planish.engine.settings import choose_device
 from planish.files import cache_home
-from planish.model.kernels.device import Device
+from planish.model.device import Device
 
 
 def models_home() -> Path:

@@ -21,10 +21,10 @@ import torch
 
 from planish.doctor.gpu.cards import Card
 from planish.errors import UnsupportedError
-from planish.model.config import ModelConfig
+from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.linears import fused_modules, linear_shape, num_experts_of
 from planish.model.kernels.triton.families import supported_families
-from planish.model.linears import fused_modules, linear_shape, num_experts_of
-from planish.model.recurrence import state_bytes
+from planish.model.layers.recurrence import state_bytes
 
 BANDWIDTH_SHARE = 0.8
 """The share of the memory bandwidth that kernels reach."""

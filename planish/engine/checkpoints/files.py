@@ -25,16 +25,16 @@ from safetensors import SafetensorError
 
 from planish.errors import CheckpointError, DamagedFileError, StorageError
 from planish.files import set_default_mode, sync
-from planish.model.inspection.vision import TOWERS
-from planish.model.linears import is_mlp, num_experts_of, trainable_linears
+from planish.model.architecture.inspection.vision import TOWERS
+from planish.model.architecture.linears import is_mlp, num_experts_of, trainable_linears
 from planish.types import LoraConfig
 
 if TYPE_CHECKING:
     # Importing torch takes seconds, and commands that only list checkpoints do not need it.
     from torch import Tensor
 
-    from planish.model.config import ModelConfig
-    from planish.model.lora import LoraLayout
+    from planish.model.architecture.config import ModelConfig
+    from planish.model.layers.lora import LoraLayout
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"

@@ -66,7 +66,7 @@ from planish.types import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from planish.model.lora import LoraLayout
+    from planish.model.layers.lora import LoraLayout
 
 _SEGMENT_OF_TYPE: dict[CheckpointType, str] = {"training": "weights", "sampler": "sampler_weights"}
 _TYPE_OF_SEGMENT: dict[str, CheckpointType] = {

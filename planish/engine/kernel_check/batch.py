@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from planish.model.kernels.backend import Backend
-from planish.model.kv_cache import KVPool, KVPools, PrefillSpan, SlotOwner
-from planish.model.positions import SPAN, capacity_for
+from planish.model.kernels.interface.backend import Backend
+from planish.model.sequences.kv_cache import KVPool, KVPools, PrefillSpan, SlotOwner
+from planish.model.sequences.positions import SPAN, capacity_for
 
 
 @dataclass(frozen=True)

@@ -26,16 +26,22 @@ from torch import Tensor
 from planish.engine.kernel_check.batch import GPU_SIZES, Batch, Sizes
 from planish.engine.kernel_check.comparison import Pair, compare
 from planish.engine.kernel_check.operation_check import TEMPERATURE, OperationCheck
-from planish.model.decoder import Decoder
-from planish.model.head import exact_logits, head_logits, scored_logprobs
-from planish.model.kernels.backend import Backend
-from planish.model.kernels.interface import AdapterBatch, Attend
-from planish.model.kernels.self_test_process import WrongResultError
-from planish.model.kv_cache import SlotOwner
-from planish.model.lora import AdapterRange, HeadAdapterRange, LoraLayout, LoraMatrices, LoraWeights
-from planish.model.prefix_tree import pack
-from planish.model.recurrence import RecurrentState, StateSegment
-from planish.model.weights import expected_shapes
+from planish.model.architecture.weight_shapes import expected_shapes
+from planish.model.decoder.decoder import Decoder
+from planish.model.decoder.head import exact_logits, head_logits, scored_logprobs
+from planish.model.kernels.interface.backend import Backend
+from planish.model.kernels.interface.parts import AdapterBatch, Attend
+from planish.model.kernels.self_test.process import WrongResultError
+from planish.model.layers.lora import (
+    AdapterRange,
+    HeadAdapterRange,
+    LoraLayout,
+    LoraMatrices,
+    LoraWeights,
+)
+from planish.model.layers.recurrence import RecurrentState, StateSegment
+from planish.model.sequences.kv_cache import SlotOwner
+from planish.model.sequences.prefix_tree import pack
 from planish.types import LoraConfig
 
 _QUERY_SCALE = 6.0

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planish.model.kernels.backend import Backend
-from planish.model.kernels.interface import ExactLogits
-from planish.model.kernels.linear import PackedLinear
-from planish.model.kernels.self_test_process import WrongResultError
-from planish.model.kv_cache import KVPool, KVPools
-from planish.model.lora import HeadAdapterRange, LayerLora, LoraMatrices, LoraWeights
-from planish.model.quantization import QuantizedWeight
-from planish.model.recurrence import RecurrentState
+from planish.model.kernels.interface.backend import Backend
+from planish.model.kernels.interface.parts import ExactLogits
+from planish.model.kernels.self_test.process import WrongResultError
+from planish.model.layers.linear import PackedLinear
+from planish.model.layers.lora import HeadAdapterRange, LayerLora, LoraMatrices, LoraWeights
+from planish.model.layers.quantization import QuantizedWeight
+from planish.model.layers.recurrence import RecurrentState
+from planish.model.sequences.kv_cache import KVPool, KVPools
 
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 2e-4, torch.float64: 2e-4}
 """The maximum difference of one element, by the dtype of the result.

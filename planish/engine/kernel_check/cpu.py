@@ -2,7 +2,7 @@
 
 kernels/cpp/self_test.py runs this program once per machine, in a separate process, because a
 faulty kernel may crash its process. It reads a request from its standard input
-(self_test_process.py).
+(self_test/process.py).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import replace
 import torch
 
 from planish.engine.kernel_check.check import ModelCheck, Sizes
-from planish.model.config import ModelConfig
-from planish.model.hf_config.decoder_fields import DeltaNetConfig
-from planish.model.hf_config.rope_config import RopeConfig
+from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.hf_config.decoder_fields import DeltaNetConfig
+from planish.model.architecture.hf_config.rope_config import RopeConfig
 from planish.model.kernels.choose import cpp_backend
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.matmul import supports_bf16_matmul
 from planish.model.kernels.cpp.self_test import FAMILIES
-from planish.model.kernels.self_test_process import (
+from planish.model.kernels.self_test.process import (
     WrongResultError,
     check_families,
     end_with_parent,

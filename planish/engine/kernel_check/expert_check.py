@@ -12,20 +12,20 @@ from torch import Tensor
 
 from planish.engine.kernel_check.comparison import compare
 from planish.engine.kernel_check.operation_check import weights_in_each_scheme
-from planish.model.config import ModelConfig
-from planish.model.expert_pairs import TokenExpertPairs
-from planish.model.experts import (
+from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.weight_sizes import NF4_BLOCK_SIZE
+from planish.model.decoder.experts import (
     add_expert_lora_,
     expert_linears_backward,
     expert_matmuls,
     weighted_sum,
 )
-from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import reference_backend, triton_backend
-from planish.model.kernels.linear import ExpertLinears, PackedLinear
-from planish.model.lora import LoraMatrices
-from planish.model.quantization import QuantizedWeight, dequantized
-from planish.model.weight_sizes import NF4_BLOCK_SIZE
+from planish.model.kernels.interface.backend import Backend
+from planish.model.layers.expert_pairs import TokenExpertPairs
+from planish.model.layers.linear import ExpertLinears, PackedLinear
+from planish.model.layers.lora import LoraMatrices
+from planish.model.layers.quantization import QuantizedWeight, dequantized
 
 _MAX_SIZE = 512
 """The maximum inputs and outputs of an expert under check. The kernels get the sizes as arguments,

@@ -26,20 +26,20 @@ from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner
 from planish.engine.sampling.plan import RowLayout, StepPlan
 from planish.engine.sampling.slots import SampleSlots
 from planish.engine.settings import DTYPES
-from planish.model.config import ModelConfig
-from planish.model.kernels.backend import Backend
+from planish.model.architecture.config import ModelConfig
+from planish.model.device import Device, accumulate_in_float32
 from planish.model.kernels.choose import triton_backend
-from planish.model.kernels.device import Device, accumulate_in_float32
-from planish.model.kernels.interface import AdapterBatch, Lora
-from planish.model.kernels.self_test_process import (
+from planish.model.kernels.interface.backend import Backend
+from planish.model.kernels.interface.parts import AdapterBatch, Lora
+from planish.model.kernels.self_test.process import (
     WrongResultError,
     check_families,
     end_with_parent,
 )
 from planish.model.kernels.triton.adapters import AdapterTables
 from planish.model.kernels.triton.families import FAMILIES
-from planish.model.kv_cache import GappedKVPool, SlotOwner
-from planish.model.lora import AdapterRange
+from planish.model.layers.lora import AdapterRange
+from planish.model.sequences.kv_cache import GappedKVPool, SlotOwner
 
 _MAX_VOCAB_SIZE = 8192
 """The maximum vocabulary size of the model under check.

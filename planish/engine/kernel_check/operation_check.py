@@ -14,12 +14,12 @@ from torch import Tensor
 
 from planish.engine.kernel_check.batch import GPU_SIZES, Sizes
 from planish.engine.kernel_check.comparison import Comparison, compare
-from planish.model.kernels.backend import Backend
+from planish.model.architecture.weight_sizes import SCHEMES
 from planish.model.kernels.choose import reference_backend
-from planish.model.kernels.self_test_process import WrongResultError
-from planish.model.lora import LoraMatrices
-from planish.model.quantization import Fp8Weight, Mxfp4Weight, QuantizedWeight, quantize
-from planish.model.weight_sizes import SCHEMES
+from planish.model.kernels.interface.backend import Backend
+from planish.model.kernels.self_test.process import WrongResultError
+from planish.model.layers.lora import LoraMatrices
+from planish.model.layers.quantization import Fp8Weight, Mxfp4Weight, QuantizedWeight, quantize
 from planish.types import SamplingParams
 
 _PARTS = {

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from planish.engine.sampling.token_sampling import SampledTokens, sample_tokens
-from planish.model.kernels.backend import Backend
+from planish.model.device import on_device
+from planish.model.kernels.interface.backend import Backend
 from planish.model.kernels.reference.token_sampling import is_filtered, unpacked
-from planish.model.transfer import on_device
 from planish.types import SamplingParams
 
 

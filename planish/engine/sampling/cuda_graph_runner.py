@@ -31,14 +31,13 @@ from torch import Tensor
 from planish.engine.release_memory import clear_frames
 from planish.engine.sampling.plan import StepOutput, StepPlan
 from planish.engine.sampling.slots import SampleSlots
-from planish.model.base_decoder import BaseDecoder
-from planish.model.kernels.device import Device
+from planish.model.decoder.base_decoder import BaseDecoder
+from planish.model.device import Device, on_device
 from planish.model.kernels.triton.adapters import AdapterTables
 from planish.model.kernels.triton.families import wants_graphs
 from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
-from planish.model.kv_cache import GappedKVPool, KVPool, KVSpec
-from planish.model.lora import AdapterRange
-from planish.model.transfer import on_device
+from planish.model.layers.lora import AdapterRange
+from planish.model.sequences.kv_cache import GappedKVPool, KVPool, KVSpec
 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """The batch sizes that graphs are recorded for, up to `max_batch`. Above the last of these sizes,

@@ -15,10 +15,10 @@ from torch import Tensor
 from planish.engine.sampling.plan import StepOutput, StepPlan
 from planish.engine.sampling.sampling_head import SamplingHead
 from planish.engine.sampling.slots import SampleSlots
-from planish.model.base_decoder import BaseDecoder
+from planish.model.decoder.base_decoder import BaseDecoder
 from planish.model.kernels.reference.adapter_stacks import ROWS, AdapterStacks
-from planish.model.kv_cache import KVPool
-from planish.model.lora import AdapterRange, AdapterStackRange
+from planish.model.layers.lora import AdapterRange, AdapterStackRange
+from planish.model.sequences.kv_cache import KVPool
 
 
 class ModelRunner(Protocol):

@@ -18,11 +18,11 @@ from torch import Tensor
 from planish.engine.constraints.grammar import GrammarState
 from planish.engine.sampling.requests import RunningSample
 from planish.engine.sampling.slots import SampleSlots, Slots
-from planish.model.kernels.backend import Backend
+from planish.model.kernels.interface.backend import Backend
 from planish.model.kernels.reference.adapter_stacks import shape_of
-from planish.model.kv_cache import PrefillSpan
-from planish.model.lora import AdapterRange, LoraWeights
-from planish.model.recurrence import Recurrence, RecurrentState, StateSegment
+from planish.model.layers.lora import AdapterRange, LoraWeights
+from planish.model.layers.recurrence import Recurrence, RecurrentState, StateSegment
+from planish.model.sequences.kv_cache import PrefillSpan
 
 
 class RowLayout:

@@ -24,11 +24,11 @@ from planish.engine.sampling.requests import Prompt, PromptTensors, Request
 from planish.engine.sampling.sampling_head import SamplingHead
 from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.sampling.slots import Slots
-from planish.model.base_decoder import BaseDecoder
-from planish.model.kv_cache import KVChunk, PrefillSpan
-from planish.model.lora import AdapterRange
-from planish.model.positions import CHUNK, STATE_CHUNK
-from planish.model.recurrence import RecurrentState, StateSegment, state_bytes
+from planish.model.decoder.base_decoder import BaseDecoder
+from planish.model.layers.lora import AdapterRange
+from planish.model.layers.recurrence import RecurrentState, StateSegment, state_bytes
+from planish.model.sequences.kv_cache import KVChunk, PrefillSpan
+from planish.model.sequences.positions import CHUNK, STATE_CHUNK
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from planish.engine.sampling.randomness import uniforms
 from planish.engine.sampling.token_sampling import sample_many, top_logprobs
-from planish.model.head import token_logprobs
-from planish.model.kernels.backend import Backend
+from planish.model.decoder.head import token_logprobs
+from planish.model.kernels.interface.backend import Backend
 from planish.service import Sample
 from planish.types import PromptAltTokens, TensorData, TopkLogprobs
 

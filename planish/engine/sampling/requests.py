@@ -15,7 +15,7 @@ import numpy as np
 
 from planish.engine.sampling.randomness import UniformStream
 from planish.engine.sampling.stopping import StopCondition, StopMatcher
-from planish.model.positions import SPAN, capacity_for, sample_capacity
+from planish.model.sequences.positions import SPAN, capacity_for, sample_capacity
 from planish.model.vision.image_tokens import FIRST_IMAGE_TOKEN, InputTokens
 from planish.service import Sample
 from planish.types import SampledSequence, SampleResponse, StopReason
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from planish.engine.constraints.grammar import GrammarState
     from planish.engine.sampling.prompt_scores import PromptScores
-    from planish.model.lora import LoraWeights
-    from planish.model.recurrence import RecurrentState
+    from planish.model.layers.lora import LoraWeights
+    from planish.model.layers.recurrence import RecurrentState
 
 
 @dataclass(eq=False)

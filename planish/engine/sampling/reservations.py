@@ -9,7 +9,7 @@ scheduler preempts some of them (scheduler.py).
 from __future__ import annotations
 
 from planish.engine.sampling.requests import Prompt, Request, RunningSample
-from planish.model.positions import SPAN, capacity_for, grown_capacity, sample_capacity
+from planish.model.sequences.positions import SPAN, capacity_for, grown_capacity, sample_capacity
 
 MAX_PREEMPTIONS = 2
 """The maximum number of times that a sample is preempted. After that it resumes only with a

@@ -51,11 +51,11 @@ from planish.engine.sampling.slots import Slots
 from planish.engine.sampling.stopping import StopCondition
 from planish.engine.sampling.validation import check_sample, max_tokens_of
 from planish.errors import UserError
-from planish.model.base_decoder import BaseDecoder
-from planish.model.kv_cache import KVSpec
-from planish.model.lora import LoraWeights
-from planish.model.positions import GPU_BLOCK, SPAN
-from planish.model.recurrence import state_bytes
+from planish.model.decoder.base_decoder import BaseDecoder
+from planish.model.layers.lora import LoraWeights
+from planish.model.layers.recurrence import state_bytes
+from planish.model.sequences.kv_cache import KVSpec
+from planish.model.sequences.positions import GPU_BLOCK, SPAN
 from planish.model.vision.image_tokens import InputTokens, read_input, with_image_token
 from planish.service import Sample
 from planish.types import SampleResponse

@@ -11,10 +11,10 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from planish.model.base_decoder import BaseDecoder
-from planish.model.head import exact_logits, head_logits, token_logprobs
-from planish.model.lora import AdapterRange, HeadAdapterRange
-from planish.model.transfer import on_device
+from planish.model.decoder.base_decoder import BaseDecoder
+from planish.model.decoder.head import exact_logits, head_logits, token_logprobs
+from planish.model.device import on_device
+from planish.model.layers.lora import AdapterRange, HeadAdapterRange
 
 
 class SamplingHead:

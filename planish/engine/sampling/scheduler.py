@@ -28,10 +28,10 @@ from planish.engine.sampling.prefix_cache import PrefixCache
 from planish.engine.sampling.randomness import UniformStream
 from planish.engine.sampling.requests import Prompt, Request, RunningSample
 from planish.engine.sampling.reservations import MAX_PREEMPTIONS, Reservations
-from planish.model.positions import CHUNK, SPAN, sample_capacity
+from planish.model.sequences.positions import CHUNK, SPAN, sample_capacity
 
 if TYPE_CHECKING:
-    from planish.model.lora import LoraWeights  # This class holds tensors.
+    from planish.model.layers.lora import LoraWeights  # This class holds tensors.
     from planish.model.vision.image_tokens import InputTokens
 
 _MAX_ALT_TOKENS_PER_STEP = 1 << 18

@@ -26,10 +26,10 @@ from planish.engine.sampling.plan import SampleRows, StepOutput
 from planish.engine.sampling.requests import RunningSample
 from planish.engine.sampling.sampling_head import SamplingHead
 from planish.engine.sampling.token_sampling import sample_tokens, top_logprobs
-from planish.model.base_decoder import BaseDecoder
-from planish.model.head import token_logprobs
-from planish.model.lora import AdapterRange
-from planish.model.transfer import on_device
+from planish.model.decoder.base_decoder import BaseDecoder
+from planish.model.decoder.head import token_logprobs
+from planish.model.device import on_device
+from planish.model.layers.lora import AdapterRange
 
 _NO_TOKENS = np.zeros(0, np.int64)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planish.engine.sampling.prompt_scores import MAX_SCORED_ROWS
-from planish.model.kernels.backend import Backend
-from planish.model.recurrence import sampling_workspace_bytes
+from planish.model.kernels.interface.backend import Backend
+from planish.model.layers.recurrence import sampling_workspace_bytes
 
 
 @dataclass(frozen=True)

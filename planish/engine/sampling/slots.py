@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planish.engine.sampling.requests import Prompt, RunningSample
-from planish.model.kv_cache import (
+from planish.model.sequences.kv_cache import (
     KVBudget,
     KVChunk,
     KVPool,
@@ -24,7 +24,7 @@ from planish.model.kv_cache import (
     SlotOwner,
     max_pool_bytes,
 )
-from planish.model.positions import SPAN
+from planish.model.sequences.positions import SPAN
 
 
 @dataclass(frozen=True, eq=False)

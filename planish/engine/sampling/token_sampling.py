@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from planish.model.head import token_logprobs
-from planish.model.kernels.backend import Backend
+from planish.model.decoder.head import token_logprobs
+from planish.model.device import on_device
+from planish.model.kernels.interface.backend import Backend
 from planish.model.kernels.reference.token_sampling import is_filtered
-from planish.model.transfer import on_device
 from planish.types import SamplingParams
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from planish.engine.sampling.adjustments import is_adjusted
 from planish.engine.sampling.prompt_scores import wants_prompt_scores
 from planish.errors import ContextLengthError, UserError
-from planish.model.config import ModelConfig
+from planish.model.architecture.config import ModelConfig
 from planish.model.vision.image_tokens import InputTokens
 from planish.service import Sample
 from planish.types import MAX_SCORED_TOKENS

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from planish.errors import CheckpointError, NonFiniteError, UserError, rejected_step
-from planish.model.kernels.backend import Backend
-from planish.model.lora import LoraLayout, LoraWeights
+from planish.model.kernels.interface.backend import Backend
+from planish.model.layers.lora import LoraLayout, LoraWeights
 from planish.types import AdamParams, OptimStepResponse
 
 _MOMENT_NAMES = ("exp_avg", "exp_avg_sq")

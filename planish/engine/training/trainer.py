@@ -1,9 +1,9 @@
 """The trainer runs forward and backward passes over datums, one micro-batch at a time.
 
 The gradient of a call is the gradient of the sum of its datums' losses. The datums are packed into
-prefix trees (model/prefix_tree.py) under a token budget, so the peak memory is known in advance. A
-shared prefix is computed once, and its gradient is exact. Micro-batches depend only on the datums
-of the call and on the settings, never on other calls or training models.
+prefix trees (sequences/prefix_tree.py) under a token budget, so the peak memory is known in
+advance. A shared prefix is computed once, and its gradient is exact. Micro-batches depend only on
+the datums of the call and on the settings, never on other calls or training models.
 
 The adapter receives a gradient only after the whole call has succeeded. A non-finite loss or
 gradient fails the call, and also the optimizer step that may already be queued after the call.
@@ -39,12 +39,11 @@ from planish.engine.training.gradient_tree import GradientTree, TreeNode
 from planish.engine.training.losses import Loss, find_loss
 from planish.engine.training.trainer_settings import TrainerSettings
 from planish.errors import NonFiniteError
-from planish.model.base_decoder import BaseDecoder
-from planish.model.head import scored_logprobs
-from planish.model.kernels.device import Device
-from planish.model.lora import LoraWeights
-from planish.model.prefix_tree import MicroBatch, pack
-from planish.model.transfer import copy_async
+from planish.model.decoder.base_decoder import BaseDecoder
+from planish.model.decoder.head import scored_logprobs
+from planish.model.device import Device, copy_async
+from planish.model.layers.lora import LoraWeights
+from planish.model.sequences.prefix_tree import MicroBatch, pack
 from planish.service import complete_config
 from planish.types import Datum, ForwardBackwardOutput, TensorData
 

@@ -9,10 +9,10 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from math import ceil
 
-from planish.model.config import ModelConfig
-from planish.model.kernels.backend import Backend
-from planish.model.lora import fused_modules, padded_lora_columns
-from planish.model.recurrence import activation_bytes_per_row, backward_bytes
+from planish.model.architecture.config import ModelConfig
+from planish.model.kernels.interface.backend import Backend
+from planish.model.layers.lora import fused_modules, padded_lora_columns
+from planish.model.layers.recurrence import activation_bytes_per_row, backward_bytes
 
 
 @dataclass(frozen=True)

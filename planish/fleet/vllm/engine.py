@@ -37,7 +37,7 @@ from planish.fleet.vllm.options import VllmSampler
 from planish.fleet.vllm.process import check_installed
 from planish.fleet.vllm.request_thread import RequestThread
 from planish.fleet.vllm.server import VllmServer, start_server
-from planish.model.lora import LoraLayout
+from planish.model.layers.lora import LoraLayout
 from planish.service import (
     CreateModel,
     CreateSampler,

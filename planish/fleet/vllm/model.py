@@ -26,7 +26,7 @@ from planish.engine.checkpoints.files import write_tensors
 from planish.engine.replication import AdapterVersion
 from planish.errors import ContextLengthError, EngineClosedError, UserError
 from planish.fleet.vllm.server import Completion, MissingAdapterError, VllmServer
-from planish.model.lora import LoraLayout
+from planish.model.layers.lora import LoraLayout
 from planish.service import Sample
 from planish.types import SampledSequence, SampleResponse, SamplingParams
 

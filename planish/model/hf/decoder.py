@@ -1,8 +1,8 @@
 """A decoder whose layers transformers' modelling code computes.
 
-It has the interface of model/decoder.py, so sampler and trainer use either. Attention, linears and
-experts are planish's. Embedding, norms, RoPE and activations are transformers', in the dtype of the
-model.
+It has the interface of decoder/decoder.py, so sampler and trainer use either. Attention, linears
+and experts are planish's. Embedding, norms, RoPE and activations are transformers', in the dtype of
+the model.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from planish.errors import DamagedFileError
-from planish.model.hf.forward_pass import ATTENTION, HFForwardPass, attention, current_pass
-from planish.model.hf.frozen import freeze_experts, freeze_linear
-from planish.model.hf.short_conv import FrozenShortConv
-from planish.model.hf.vision_tower import image_registry
-from planish.model.inspection.modules import HFModules
-from planish.model.inspection.probing import (
+from planish.model.architecture.inspection.modules import HFModules
+from planish.model.architecture.inspection.probing import (
     first_line,
     is_experts_module,
     is_linear,
     is_short_conv,
     quiet,
 )
-from planish.model.inspection.vision import auto_class
-from planish.model.kernels.backend import Backend
-from planish.model.kernels.interface import AdapterBatch, Attend
-from planish.model.lora import LoraWeights
-from planish.model.recurrence import Recurrence
+from planish.model.architecture.inspection.vision import auto_class
+from planish.model.hf.forward_pass import ATTENTION, HFForwardPass, attention, current_pass
+from planish.model.hf.frozen import freeze_experts, freeze_linear
+from planish.model.hf.short_conv import FrozenShortConv
+from planish.model.hf.vision_tower import image_registry
+from planish.model.kernels.interface.backend import Backend
+from planish.model.kernels.interface.parts import AdapterBatch, Attend
+from planish.model.layers.lora import LoraWeights
+from planish.model.layers.recurrence import Recurrence
+from planish.model.sources.weights import weight_files
 from planish.model.vision.image_tokens import ImageRegistry
 from planish.model.vision.tower import VisionTower
-from planish.model.weights import weight_files
 
 
 class TransformersDecoder:
@@ -45,7 +45,7 @@ class TransformersDecoder:
     def __init__(self, directory: Path, backend: Backend, quantize: str | None = None) -> None:
         """Load the model in `directory`, whose config is `backend.config`.
 
-        `quantize`: the scheme of the layers' linears (model/quantization.py), or None. Raises
+        `quantize`: the scheme of the layers' linears (layers/quantization.py), or None. Raises
         DamagedFileError if the weights do not fit the model.
         """
         assert backend.config.hf is not None

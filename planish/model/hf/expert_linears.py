@@ -1,6 +1,6 @@
 """One linear of all experts of a layer, with adapters and gradients.
 
-Shapes: P pairs of a row and an expert, sorted by expert (see model/experts.py).
+Shapes: P pairs of a row and an expert, sorted by expert (see model/decoder/experts.py).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.autograd import Function
 
-from planish.model.expert_pairs import TokenExpertPairs
-from planish.model.experts import add_expert_lora_, expert_linears_backward, expert_matmuls
+from planish.model.decoder.experts import add_expert_lora_, expert_linears_backward, expert_matmuls
 from planish.model.hf.forward_pass import HFForwardPass
-from planish.model.kernels.backend import Backend
-from planish.model.kernels.linear import ExpertLinears
-from planish.model.lora import LoraMatrices, LoraWeights
+from planish.model.kernels.interface.backend import Backend
+from planish.model.layers.expert_pairs import TokenExpertPairs
+from planish.model.layers.linear import ExpertLinears
+from planish.model.layers.lora import LoraMatrices, LoraWeights
 
 
 def expert_linears(

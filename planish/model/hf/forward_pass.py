@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from planish.model.kernels.backend import Backend
-from planish.model.kernels.interface import AdapterBatch, Attend
-from planish.model.kernels.linear import PackedLinear
-from planish.model.lora import LoraMatrices, LoraWeights
-from planish.model.operations import adapted_linear
-from planish.model.recurrence import Recurrence, ShortConvInputs
+from planish.model.decoder.operations import adapted_linear
+from planish.model.kernels.interface.backend import Backend
+from planish.model.kernels.interface.parts import AdapterBatch, Attend
+from planish.model.layers.linear import PackedLinear
+from planish.model.layers.lora import LoraMatrices, LoraWeights
+from planish.model.layers.recurrence import Recurrence, ShortConvInputs
 
 ATTENTION = "planish"
 """The name of planish's attention among those of transformers."""

@@ -2,7 +2,7 @@
 
 They multiply by planish's packed weights and add the outputs of unmerged adapters.
 
-Shapes: T rows, P pairs of a row and an expert (see experts.py), k experts per token.
+Shapes: T rows, P pairs of a row and an expert (see decoder/experts.py), k experts per token.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from planish.model.expert_pairs import TokenExpertPairs
-from planish.model.experts import weighted_sum
+from planish.model.architecture.inspection.probing import (
+    expert_linear_names,
+    is_transposed,
+    linear_shape,
+)
+from planish.model.decoder.experts import weighted_sum
 from planish.model.hf.expert_linears import expert_linears
 from planish.model.hf.forward_pass import current_pass
-from planish.model.inspection.probing import expert_linear_names, is_transposed, linear_shape
-from planish.model.kernels.backend import Backend
-from planish.model.kernels.linear import ExpertLinears, PackedLinear
-from planish.model.quantization import quantize
+from planish.model.kernels.interface.backend import Backend
+from planish.model.layers.expert_pairs import TokenExpertPairs
+from planish.model.layers.linear import ExpertLinears, PackedLinear
+from planish.model.layers.quantization import quantize
 
 
 class FrozenLinear(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from planish.model.hf.forward_pass import current_pass
-from planish.model.recurrence import ShortConvInputs
+from planish.model.layers.recurrence import ShortConvInputs
 
 
 class FrozenShortConv(nn.Module):

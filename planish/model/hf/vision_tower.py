@@ -1,4 +1,4 @@
-"""The vision tower of a model whose text model has its own decoder (model/decoder.py)."""
+"""The vision tower of a model whose text model has its own decoder (decoder/decoder.py)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from safetensors import safe_open
 
 from planish.errors import DamagedFileError
-from planish.model.inspection.probing import quiet
-from planish.model.inspection.vision_config import VisionConfig
+from planish.model.architecture.inspection.probing import quiet
+from planish.model.architecture.inspection.vision_config import VisionConfig
+from planish.model.sources.weights import VISION_PARTS, weight_files
 from planish.model.vision.image_tokens import ImageRegistry
 from planish.model.vision.processing import image_processor
 from planish.model.vision.tower import VisionTower
-from planish.model.weights import VISION_PARTS, weight_files
 
 _SMALL_TEXT = {"num_hidden_layers": 1, "vocab_size": 8, "layer_types": None}
 """The sizes of the text model that is created beside the tower and dropped again."""

@@ -20,8 +20,8 @@ from functools import lru_cache
 
 import torch
 
-from planish.model.config import ModelConfig
-from planish.model.kernels.backend import Backend, KernelUse, Parts
+from planish.model.architecture.config import ModelConfig
+from planish.model.device import Device
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.attention import CppAttention
 from planish.model.kernels.cpp.decode_pass import CppDecodePasses
@@ -30,9 +30,10 @@ from planish.model.kernels.cpp.head import CppHead, CppSampling
 from planish.model.kernels.cpp.lora import CppLora
 from planish.model.kernels.cpp.packing import CppPacker
 from planish.model.kernels.cpp.self_test import FAMILIES as CPP_FAMILIES
-from planish.model.kernels.device import Device
-from planish.model.kernels.interface import Attention, WeightPacker
-from planish.model.kernels.norms import CompiledNorms, SeparateQkNormRope
+from planish.model.kernels.interface.backend import Backend, KernelUse, Parts
+from planish.model.kernels.interface.norms import CompiledNorms, SeparateQkNormRope
+from planish.model.kernels.interface.parts import Attention, WeightPacker
+from planish.model.kernels.interface.setting import kernels_setting
 from planish.model.kernels.reference.attentions import TorchAttention, score_bytes
 from planish.model.kernels.reference.elementwise import TorchActivations, TorchNorms, TorchRope
 from planish.model.kernels.reference.head import TorchHead
@@ -45,7 +46,6 @@ from planish.model.kernels.reference.token_sampling import (
     SORTING_BYTES,
     TorchSampling,
 )
-from planish.model.kernels.row_tiling import FIXED, RowTiling, RowTilings
 from planish.model.kernels.triton.families import FAMILIES as TRITON_FAMILIES
 from planish.model.kernels.triton.families import supported_families
 from planish.model.kernels.triton.parts import (
@@ -59,6 +59,7 @@ from planish.model.kernels.triton.parts import (
     single_logits,
     weight_filter,
 )
+from planish.model.layers.row_tiling import FIXED, RowTiling, RowTilings
 
 
 def choose_backend(
@@ -94,7 +95,7 @@ def fastest_backend(
 
     `tiling`: the row counts of torch's matmuls; None: any row counts.
     """
-    setting = ops.kernels_setting()
+    setting = kernels_setting()
     if dtype in (torch.float32, torch.bfloat16):
         if setting == "triton":
             return triton_backend(config, dtype, device, TRITON_FAMILIES, tiling)

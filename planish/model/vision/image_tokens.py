@@ -21,7 +21,7 @@ import numpy as np
 
 from planish.errors import UnsupportedError, UserError
 from planish.images import ImageChunk
-from planish.model.inspection.vision_config import VisionConfig
+from planish.model.architecture.inspection.vision_config import VisionConfig
 from planish.model.vision.decoding import decode_image
 from planish.model.vision.processing import ImageProcessor
 from planish.types import ModelInput

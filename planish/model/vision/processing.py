@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from planish.errors import DamagedFileError, UnsupportedError, UserError
 from planish.images import ImageChunk
-from planish.model.inspection.vision_config import VisionConfig
+from planish.model.architecture.inspection.vision_config import VisionConfig
 from planish.model.vision.decoding import decode_image
 
 if TYPE_CHECKING:

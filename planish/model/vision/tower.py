@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from planish.images import MAX_IMAGE_PIXELS
-from planish.model.inspection.vision_config import VisionConfig
+from planish.model.architecture.inspection.vision_config import VisionConfig
 from planish.model.vision.decoding import decode_image
 from planish.model.vision.image_tokens import FIRST_IMAGE_TOKEN, Image, ImageRegistry
 

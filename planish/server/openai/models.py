@@ -25,7 +25,7 @@ from starlette.requests import Request
 
 from planish.detokenizer import Detokenizer, special_token_ids
 from planish.errors import UnknownModelError
-from planish.model.config import ModelConfig
+from planish.model.architecture.config import ModelConfig
 from planish.renderers import FORMATS, Renderer, get_renderer, recommended_renderer_name
 from planish.renderers.codec import Codec
 from planish.renderers.termination import eos_ids

@@ -23,10 +23,10 @@ from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
 from planish.engine.training.adapters import Adapter
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
-from planish.model.config import ModelConfig
+from planish.model.architecture.config import ModelConfig
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.cpp.matmul import supports_bf16_matmul
-from planish.model.lora import LoraLayout, LoraWeights
+from planish.model.layers.lora import LoraLayout, LoraWeights
 from planish.service import Sample
 from planish.testing import VOCAB_SIZE, tiny_model
 from planish.types import AdamParams, CheckpointPath, LoraConfig, ModelInput, SamplingParams

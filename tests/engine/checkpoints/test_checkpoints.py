@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from backends import torch_backend
+from backends import CPU, load_on, torch_backend
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -38,14 +38,12 @@ from planish.engine.checkpoints.store import (
 )
 from planish.engine.training.adapters import Adapter
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
-from planish.model.config import ModelConfig
-from planish.model.decoder import Decoder
-from planish.model.head import head_logits
-from planish.model.lora import LoraLayout, LoraWeights
+from planish.model.architecture.config import ModelConfig
+from planish.model.decoder.head import head_logits
+from planish.model.layers.lora import LoraLayout, LoraWeights
 from planish.testing import tiny_model
 from planish.types import AdamParams, CheckpointPath, LoraConfig
 
-CPU = torch.device("cpu")
 RANK_4 = LoraConfig(rank=4)
 TRAINING = CheckpointPath("run:train:0", "training", "a")
 SAMPLER = CheckpointPath("run:train:0", "sampler", "a")
@@ -105,7 +103,7 @@ def test_peft_loads_a_checkpoint_and_computes_the_same_logits(store, model_dir, 
     tokens = torch.arange(40)
     plain = base(tokens[None]).logits[0]
     theirs = PeftModel.from_pretrained(base, directory)(tokens[None]).logits[0]
-    decoder = Decoder.load(model_dir, torch.float32, CPU)
+    decoder = load_on(model_dir, torch.float32, CPU)
     weights = LoraWeights(adapter.layout, adapter.master, decoder.backend)
 
     def attend(layer, q, k, v, sinks=None):
@@ -462,9 +460,9 @@ WRITER = """
 import sys, torch
 from planish.engine.training.adapters import Adapter
 from planish.engine.checkpoints.store import CheckpointStore, SaveRequest, AdapterSnapshot
-from planish.model.config import ModelConfig
+from planish.model.architecture.config import ModelConfig
 from planish.model.kernels.choose import reference_backend
-from planish.model.lora import LoraLayout
+from planish.model.layers.lora import LoraLayout
 from planish.types import CheckpointPath, LoraConfig
 from pathlib import Path
 layout = LoraLayout(ModelConfig.from_directory(sys.argv[1]), LoraConfig(rank=64))

@@ -29,7 +29,7 @@ from planish.engine.constraints.cache import GrammarCache
 from planish.engine.constraints.grammar import MaskLayout
 from planish.engine.constraints.processes import ProcessEndedError, ProcessTemplate, TokenizerSpec
 from planish.engine.constraints.worker import ProcessLimits
-from planish.model.sources import DEFAULT_MODEL, resolve_model
+from planish.model.sources.resolve import DEFAULT_MODEL, resolve_model
 from planish.tokenizer import load_tokenizer
 from planish.types import MAX_CONSTRAINT_BYTES
 

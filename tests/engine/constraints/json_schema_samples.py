@@ -37,8 +37,10 @@ from planish.engine.constraints.cache import GrammarCache
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
 from planish.errors import UserError
-from planish.model.decoder import Decoder
-from planish.model.sources import DEFAULT_MODEL, resolve_model
+from planish.model.architecture.config import ModelConfig
+from planish.model.kernels.choose import choose_backend
+from planish.model.loading import load_decoder
+from planish.model.sources.resolve import DEFAULT_MODEL, resolve_model
 from planish.service import Sample
 from planish.tokenizer import load_tokenizer
 from planish.types import Constraint, ModelInput, SampleResponse, SamplingParams
@@ -141,7 +143,9 @@ def read_suite(directory: Path) -> list[Case]:
 def check(cases: Sequence[Case], model: Path, count: int, seed: int = 0) -> Report:
     """Compile the schemas, and sample `count` texts under those that compile."""
     tokenizer = load_tokenizer(model)
-    decoder = Decoder.load(model, torch.bfloat16, torch.device("cpu"))
+    config = ModelConfig.from_directory(model)
+    backend = choose_backend(config, torch.bfloat16, torch.device("cpu"), deterministic=False)
+    decoder = load_decoder(model, backend)
     grammars = GrammarCache(lambda: tokenizer, decoder.config.vocab_size)
 
     def text_of(tokens: Sequence[int]) -> str:

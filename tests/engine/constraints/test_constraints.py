@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import regex
 import torch
-from backends import with_tiling
+from backends import CPU, load_on, with_tiling
 from json_schema_samples import Case, check
 
 import planish
@@ -30,10 +30,10 @@ from planish.engine.sampling.plan import StepOutput, StepPlan
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
 from planish.errors import UserError
-from planish.model.decoder import Decoder
+from planish.model.decoder.decoder import Decoder
 from planish.model.kernels.reference.token_sampling import unpacked
-from planish.model.kernels.row_tiling import FIXED
-from planish.model.sources import DEFAULT_MODEL, resolve_model
+from planish.model.layers.row_tiling import FIXED
+from planish.model.sources.resolve import DEFAULT_MODEL, resolve_model
 from planish.service import Sample
 from planish.testing import EOS_TOKEN_ID, VOCAB_SIZE, save_byte_tokenizer, tiny_model
 from planish.tokenizer import load_tokenizer
@@ -46,7 +46,6 @@ from planish.types import (
     SamplingParams,
 )
 
-CPU = torch.device("cpu")
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -75,7 +74,7 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def decoder(model_dir) -> Decoder:
-    return Decoder.load(model_dir, torch.float32, CPU)
+    return load_on(model_dir, torch.float32, CPU)
 
 
 @pytest.fixture(scope="module")

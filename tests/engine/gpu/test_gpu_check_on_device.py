@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from planish.engine.settings import head_shape, kernel_shapes
-from planish.model.config import ModelConfig
+from planish.model.architecture.config import ModelConfig
+from planish.model.kernels.self_test.verdicts import read_verdicts
 from planish.model.kernels.triton.families import FAMILIES
 from planish.model.kernels.triton.self_test import Request, run_checks, verdict_path
-from planish.model.kernels.verdicts import read_verdicts
 from planish.testing import tiny_model
 
 pytestmark = pytest.mark.gpu

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import test_trainer
 import torch
+from backends import load_on
 from rounding import assert_equal_but_for_rounding
 from test_sampler import request, run, sampler_of
 from test_trainer import group_datums, relative
@@ -16,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import Trainer
 from planish.engine.training.trainer_settings import TrainerSettings
-from planish.model.decoder import Decoder
+from planish.model.decoder.decoder import Decoder
 from planish.model.kernels.cpp import ops
-from planish.model.lora import LoraLayout
+from planish.model.layers.lora import LoraLayout
 from planish.types import Datum, LoraConfig, ModelInput
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +67,7 @@ def test_float32_equals_transformers(model_of, device, family):
     path, sequence = model_of(family, tied=family == "llama"), random_tokens(300)
     expected = theirs(path, sequence, torch.float32, torch.device("cpu"))
     assert expected.std() > 0.5
-    found = distributions(Decoder.load(path, torch.float32, device), sequence)
+    found = distributions(load_on(path, torch.float32, device), sequence)
     assert (found - expected).abs().max() < 1e-4
 
 
@@ -76,7 +77,7 @@ def test_bf16_is_as_close_to_float32_as_transformers_bf16(model_of, device, fami
     path, sequence = model_of(family, layers=4, dtype="bfloat16"), random_tokens(300)
     exact = theirs(path, sequence, torch.float32, torch.device("cpu"))
     their_error = relative(theirs(path, sequence, torch.bfloat16, device), exact)
-    our_error = relative(distributions(Decoder.load(path, torch.bfloat16, device), sequence), exact)
+    our_error = relative(distributions(load_on(path, torch.bfloat16, device), sequence), exact)
     assert our_error < 1.2 * their_error
     assert our_error < 0.02
 
@@ -94,7 +95,7 @@ def test_a_long_prompt_equals_transformers(long_model, device):
     expected = theirs(long_model, sequence, torch.float32, torch.device("cpu"))[
         torch.arange(LONG - 1), sequence[1:]
     ]
-    decoder = Decoder.load(long_model, torch.float32, device)
+    decoder = load_on(long_model, torch.float32, device)
     (response,) = run(
         sampler_of(decoder), request(sequence, 3, max_tokens=40, seed=0, prompt_logprobs=True)
     )
@@ -121,7 +122,7 @@ def test_kernels_equal_torch(model_of, device, family, dtype, tolerance, monkeyp
     ops = [request(random_tokens(20 + 40 * seed), 4, seed=seed, max_tokens=60) for seed in range(4)]
 
     def outcome() -> tuple[torch.Tensor, torch.Tensor, list]:
-        decoder = Decoder.load(path, dtype, device)
+        decoder = load_on(path, dtype, device)
         output, gradient = test_trainer.gradient(
             Trainer(decoder), new_adapter(decoder), data, "importance_sampling"
         )

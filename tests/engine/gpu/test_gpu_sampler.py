@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import test_sampler
 import torch
+from backends import load_on
 from rounding import assert_equal_but_for_rounding
 
 # Collected here once more, with the fixtures below.
@@ -39,8 +40,8 @@ from test_sampler import (  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from planish.errors import NonFiniteError
-from planish.model.decoder import Decoder
-from planish.model.lora import LoraWeights
+from planish.model.decoder.decoder import Decoder
+from planish.model.layers.lora import LoraWeights
 from planish.types import SampleResponse
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +61,7 @@ def model_dir(request, model_of):
 
 @pytest.fixture(scope="module")
 def decoder(model_dir, device) -> Decoder:
-    return Decoder.load(model_dir, torch.float32, device)
+    return load_on(model_dir, torch.float32, device)
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,13 @@ alone makes it 0.03 to 0.06.
 import numpy as np
 import pytest
 import torch
+from backends import load_on
 from test_sampler import Job, request, run, sampler_of
 from test_sampler_equals_trainer import gaps
 
 from planish.engine.training.adapters import Adapter
-from planish.model.decoder import Decoder
-from planish.model.lora import LoraLayout
+from planish.model.decoder.decoder import Decoder
+from planish.model.layers.lora import LoraLayout
 from planish.types import LoraConfig, ModelInput, SampleResponse
 
 pytestmark = pytest.mark.gpu
@@ -60,14 +61,14 @@ def gap(decoder: Decoder, temperature: float, micro_batch_tokens: int = 4096) ->
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampled_and_trained_logprobs_agree_in_float32(model_of, device, family, temperature):
-    decoder = Decoder.load(model_of(family), torch.float32, device)
+    decoder = load_on(model_of(family), torch.float32, device)
     for micro_batch_tokens in (4096, 500):
         assert np.abs(gap(decoder, temperature, micro_batch_tokens)).max() < 1e-4
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_bf16(model_of, device, family):
-    decoder = Decoder.load(model_of(family, dtype="bfloat16", layers=4), torch.bfloat16, device)
+    decoder = load_on(model_of(family, dtype="bfloat16", layers=4), torch.bfloat16, device)
     found = gap(decoder, 1.0)
     assert len(found) > 1000
     assert np.abs(found).max() < 0.12

@@ -5,6 +5,7 @@ one, and what is not finite.
 import pytest
 import test_trainer
 import torch
+from backends import load_on
 
 # Collected here once more, with the fixtures below.
 from test_trainer import (  # noqa: F401
@@ -23,7 +24,7 @@ from test_trainer import (  # noqa: F401
     test_temperature_scales_the_logits_of_the_loss,
 )
 
-from planish.model.decoder import Decoder
+from planish.model.decoder.decoder import Decoder
 
 pytestmark = pytest.mark.gpu
 
@@ -47,4 +48,4 @@ def model_path(model_of):
 
 @pytest.fixture(scope="module")
 def decoder(model_path, device) -> Decoder:
-    return Decoder.load(model_path, torch.float32, device)
+    return load_on(model_path, torch.float32, device)

@@ -19,9 +19,10 @@ from planish.engine import settings
 from planish.engine.kernel_check.check import ModelCheck, Sizes
 from planish.engine.kernel_check.gpu import check_family, checked_config
 from planish.errors import UserError
-from planish.model.config import ModelConfig
+from planish.model.architecture.config import ModelConfig
 from planish.model.kernels.choose import choose_backend, reference_backend
-from planish.model.kernels.self_test_process import WrongResultError
+from planish.model.kernels.self_test.process import WrongResultError
+from planish.model.kernels.self_test.verdicts import Verdict, read_verdicts
 from planish.model.kernels.triton import sampling_attention, self_test
 from planish.model.kernels.triton.families import (
     FAMILIES,
@@ -30,7 +31,6 @@ from planish.model.kernels.triton.families import (
     wants_graphs,
 )
 from planish.model.kernels.triton.self_test import Request, run_checks, warning_of
-from planish.model.kernels.verdicts import Verdict, read_verdicts
 from planish.testing import tiny_model
 
 pytestmark = pytest.mark.slow

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from backends import load_on
 from test_sampler import adapter, request, run, tokens
 
 from planish.engine.sampling import reservations
@@ -18,9 +19,9 @@ from planish.engine.sampling.model_runner import EagerRunner
 from planish.engine.sampling.plan import StepOutput, StepPlan
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
-from planish.model.decoder import Decoder
-from planish.model.kv_cache import GappedKVPool, KVPool
-from planish.model.positions import SPAN
+from planish.model.decoder.decoder import Decoder
+from planish.model.sequences.kv_cache import GappedKVPool, KVPool
+from planish.model.sequences.positions import SPAN
 from planish.testing import tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -35,7 +36,7 @@ def directory(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def decoder(directory) -> Decoder:
-    return Decoder.load(directory, torch.float32, DEVICE)
+    return load_on(directory, torch.float32, DEVICE)
 
 
 def sampler_of(decoder: Decoder, **settings) -> Sampler:
@@ -46,7 +47,7 @@ def sampler_of(decoder: Decoder, **settings) -> Sampler:
 def with_kernels(directory, monkeypatch):
     def switch(kernels: str) -> Decoder:
         monkeypatch.setenv("PLANISH_KERNELS", kernels)
-        return Decoder.load(directory, torch.float32, DEVICE)
+        return load_on(directory, torch.float32, DEVICE)
 
     return switch
 

@@ -8,22 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backends import with_tiling
+from backends import CPU, load_on, with_tiling
 
 from planish.engine.sampling import decoding_turns
 from planish.engine.sampling.decoding_turns import DecodingTurns
 from planish.engine.sampling.requests import RunningSample
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
-from planish.model.decoder import Decoder
+from planish.model.decoder.decoder import Decoder
 from planish.model.kernels.reference.probe import probe
-from planish.model.kernels.row_tiling import FIXED
-from planish.model.lora import LoraLayout, LoraWeights
+from planish.model.layers.lora import LoraLayout, LoraWeights
+from planish.model.layers.row_tiling import FIXED
 from planish.service import Sample
 from planish.testing import tiny_model
 from planish.types import LoraConfig, ModelInput, SampleResponse, SamplingParams
-
-CPU = torch.device("cpu")
 
 
 def samples(awaits_mask: bool = False, **counts: int) -> list[RunningSample]:
@@ -148,7 +146,7 @@ def test_small_steps_change_no_bit(tmp_path, monkeypatch, family, kernels):
     monkeypatch.setenv("PLANISH_KERNELS", kernels)
     # Small steps may be as slow as large ones with a tiny model.
     monkeypatch.setattr(decoding_turns, "_WORTHWHILE_STEPS", 1)
-    decoder = Decoder.load(tiny_model(tmp_path, family=family), torch.float32, CPU)
+    decoder = load_on(tiny_model(tmp_path, family=family), torch.float32, CPU)
     decoder = with_tiling(decoder, probe(decoder.backend) or FIXED)
     weights = adapter(decoder, 1)
     many, few = tokens(75, 1), tokens(40, 2)

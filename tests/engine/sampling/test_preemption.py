@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backends import with_tiling
+from backends import CPU, load_on, with_tiling
 from test_sampler import adapter, assert_nothing_left, text_of, tokens
 from variants import slow_after
 
@@ -20,18 +20,17 @@ from planish.engine.sampling import reservations
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
 from planish.errors import UserError
-from planish.model.decoder import Decoder
+from planish.model.decoder.decoder import Decoder
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.probe import probe
-from planish.model.kernels.row_tiling import FIXED
-from planish.model.lora import LoraWeights
-from planish.model.recurrence import state_bytes
+from planish.model.layers.lora import LoraWeights
+from planish.model.layers.recurrence import state_bytes
+from planish.model.layers.row_tiling import FIXED
 from planish.service import Sample, SampledToken
 from planish.testing import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
 from planish.tokenizer import load_tokenizer
 from planish.types import Constraint, ModelInput, SampleResponse, SamplingParams
 
-CPU = torch.device("cpu")
 Job = tuple[Sample, LoraWeights | None]
 LARGE = 1 << 20
 
@@ -51,7 +50,7 @@ def model_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def decoder(model_dir) -> Decoder:
-    return Decoder.load(model_dir, torch.float32, CPU)
+    return load_on(model_dir, torch.float32, CPU)
 
 
 @dataclass
@@ -174,7 +173,7 @@ def test_preempted_samples_have_the_same_bits(
         monkeypatch.setattr(ops, "load_library", lambda: None)
     name = "bfloat16" if dtype == torch.bfloat16 else "float32"
     tiny_model(tmp_path, family, dtype=name, intermediate=128, vocab_size=320)
-    decoder = Decoder.load(tmp_path, dtype, CPU, quantize=quantize)
+    decoder = load_on(tmp_path, dtype, CPU, quantize=quantize)
     jobs = mixed_jobs(decoder)
     expected = answer(sampler_of(decoder, LARGE), jobs)
     assert expected.num_preemptions == 0

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backends import with_tiling
+from backends import CPU, with_tiling
 from transformers import AutoModelForCausalLM
 from variants import slow_after
 
@@ -24,21 +24,19 @@ from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.training.trainer_settings import TrainerSettings
 from planish.errors import UserError
-from planish.model.base_decoder import BaseDecoder
-from planish.model.config import ModelConfig
+from planish.model.architecture.config import ModelConfig
+from planish.model.decoder.base_decoder import BaseDecoder
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.reference.probe import probe
-from planish.model.kernels.row_tiling import FIXED, RowTiling
+from planish.model.layers.lora import LoraLayout, LoraWeights
+from planish.model.layers.recurrence import state_bytes
+from planish.model.layers.row_tiling import FIXED, RowTiling
 from planish.model.loading import load_decoder
-from planish.model.lora import LoraLayout, LoraWeights
-from planish.model.positions import STATE_CHUNK
-from planish.model.recurrence import state_bytes
+from planish.model.sequences.positions import STATE_CHUNK
 from planish.service import Sample
 from planish.testing import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model, tiny_transformers_model
 from planish.tokenizer import load_tokenizer
 from planish.types import Constraint, LoraConfig, ModelInput, SampleResponse, SamplingParams
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backends import with_tiling
+from backends import CPU, load_on, with_tiling
 from transformers import AutoModelForCausalLM
 
 from planish.engine.sampling import reservations, scheduler
@@ -22,17 +22,16 @@ from planish.engine.sampling.requests import Prompt, PromptTensors
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
 from planish.errors import NonFiniteError
-from planish.model.decoder import Decoder
+from planish.model.decoder.decoder import Decoder
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.probe import probe
-from planish.model.kernels.row_tiling import FIXED, RowTiling
-from planish.model.kv_cache import KVPool, SeparateKVPool, SlotOwner
-from planish.model.lora import LoraLayout, LoraWeights
+from planish.model.layers.lora import LoraLayout, LoraWeights
+from planish.model.layers.row_tiling import FIXED, RowTiling
+from planish.model.sequences.kv_cache import KVPool, SeparateKVPool, SlotOwner
 from planish.service import Sample, SampledToken
 from planish.testing import EOS_TOKEN_ID, tiny_model
 from planish.types import LoraConfig, ModelInput, SampleResponse, SamplingParams, TensorData
 
-CPU = torch.device("cpu")
 NO_STOP: list[int] = []
 Job = tuple[Sample, LoraWeights | None, Any]
 
@@ -50,7 +49,7 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def decoder(model_dir) -> Decoder:
-    return Decoder.load(model_dir, torch.float32, CPU)
+    return load_on(model_dir, torch.float32, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -533,7 +532,7 @@ def test_kv_pools_allocate_at_most_an_eighth_more_than_the_budget(
 ):
     if kind is KVPool:
         monkeypatch.setattr(ops, "load_library", lambda: None)
-    decoder = Decoder.load(model_dir, torch.float32, CPU)
+    decoder = load_on(model_dir, torch.float32, CPU)
     if decoder.backend.pool_class is not kind:
         pytest.skip("this machine has no C++ kernels")
     monkeypatch.setattr(reservations, "_FIRST_EXPECTED_TOKENS", 1)
@@ -719,7 +718,7 @@ def test_a_slot_with_non_finite_values_does_not_affect_its_next_owner(
     """
     if not kernels:
         monkeypatch.setattr(ops, "load_library", lambda: None)
-    decoder = Decoder.load(model_dir, torch.float32, CPU)
+    decoder = load_on(model_dir, torch.float32, CPU)
     layout = adapter(decoder, 1).layout
     broken = LoraWeights(layout, layout.init(1) * 0 + 1e20, decoder.backend)
     late = request(tokens(40, 3), seed=3, max_tokens=8)
@@ -836,7 +835,7 @@ def test_a_request_larger_than_the_kv_cache_is_rejected(decoder):
 def test_bf16_logprobs_are_close_to_float32(tmp_path):
     tiny_model(tmp_path, family="llama", dtype="bfloat16")
     prompt = tokens(60)
-    decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
+    decoder = load_on(tmp_path, torch.bfloat16, CPU)
     exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     (response,) = run(sampler_of(decoder), request(prompt, 4, max_tokens=40, seed=0))
     gaps = []

@@ -16,7 +16,7 @@ from planish.engine.sampling.prefix_cache import PrefixCache
 from planish.engine.sampling.requests import Prompt, Request, RunningSample
 from planish.engine.sampling.scheduler import Scheduler
 from planish.engine.sampling.stopping import StopCondition
-from planish.model.positions import CHUNK, SPAN
+from planish.model.sequences.positions import CHUNK, SPAN
 from planish.model.vision.image_tokens import InputTokens
 from planish.service import Sample
 from planish.types import ModelInput, SamplingParams

@@ -8,12 +8,12 @@ import torch
 
 from planish.engine.training.adapters import Adapter
 from planish.errors import CheckpointError, NonFiniteError
-from planish.model.config import ModelConfig
-from planish.model.hf_config.rope_config import RopeConfig
-from planish.model.kernels.backend import Backend
+from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.hf_config.rope_config import RopeConfig
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.cpp.matmul import CppPackedAdapter, supports_bf16_matmul
-from planish.model.lora import LoraLayout
+from planish.model.kernels.interface.backend import Backend
+from planish.model.layers.lora import LoraLayout
 from planish.types import AdamParams, LoraConfig
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backends import with_tiling
+from backends import CPU, load_on, with_tiling
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from torch.autograd.graph import save_on_cpu
@@ -22,15 +22,14 @@ from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import Trainer
 from planish.engine.training.trainer_settings import TrainerSettings
 from planish.errors import NonFiniteError, UnsupportedError, UserError
-from planish.model.decoder import Decoder
+from planish.model.decoder.decoder import Decoder
 from planish.model.kernels.choose import reference_backend
-from planish.model.kernels.linear import PackedLinear
-from planish.model.kernels.row_tiling import RowTiling
-from planish.model.lora import LoraLayout
+from planish.model.layers.linear import PackedLinear
+from planish.model.layers.lora import LoraLayout
+from planish.model.layers.row_tiling import RowTiling
 from planish.testing import CONFIGS, tiny_model
 from planish.types import AdamParams, Datum, LoraConfig, ModelInput, TensorData
 
-CPU = torch.device("cpu")
 YARN_SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LONGROPE_SCALING = {
     "rope_type": "longrope",
@@ -49,7 +48,7 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def decoder(model_path):
-    return Decoder.load(model_path, torch.float32, CPU)
+    return load_on(model_path, torch.float32, CPU)
 
 
 def new_adapter(decoder: Decoder, rank: int = 4, **parts: bool) -> Adapter:
@@ -265,7 +264,7 @@ def plain_loss(name: str):
 )
 def test_gradients_equal_transformers_and_peft(tmp_path, family: str, options, loss_fn: str):
     path = tiny_model(tmp_path, family=family, tied=False, **options)
-    decoder = Decoder.load(path, torch.float32, CPU)
+    decoder = load_on(path, torch.float32, CPU)
     trainer, adapter = new_trainer(decoder), new_adapter(decoder)
     data = with_policy_logprobs(trainer, adapter, group_datums())
     data = as_cross_entropy(data) if loss_fn == "cross_entropy" else data
@@ -314,7 +313,7 @@ def test_gradients_of_partially_trained_adapters_equal_peft(model_path, decoder,
 )
 def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16(tmp_path, family):
     path = tiny_model(tmp_path, family, layers=3, tied=False, dtype="bfloat16")
-    wide, narrow = (Decoder.load(path, dtype, CPU) for dtype in (torch.float32, torch.bfloat16))
+    wide, narrow = (load_on(path, dtype, CPU) for dtype in (torch.float32, torch.bfloat16))
     data = as_cross_entropy(group_datums(6))
     exact, exact_grad = gradient(new_trainer(wide), new_adapter(wide), data)
     output, ours = gradient(new_trainer(narrow), new_adapter(narrow), data)
@@ -381,7 +380,7 @@ def test_csr_tensors_equal_dense_tensors(decoder):
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
 def test_packed_training_equals_single_datums_and_any_split(model_path, dtype, tolerance: float):
-    decoder = Decoder.load(model_path, dtype, CPU)
+    decoder = load_on(model_path, dtype, CPU)
     adapter = new_adapter(decoder)
     data = with_policy_logprobs(
         new_trainer(decoder), adapter, group_datums(7, prompts=4, samples=4)
@@ -576,7 +575,7 @@ def test_offloaded_layer_inputs_take_no_device_memory(decoder):
 
 
 def test_activation_bytes_match_the_memory_autograd_saves(model_path):
-    decoder = Decoder.load(model_path, torch.bfloat16, CPU)
+    decoder = load_on(model_path, torch.bfloat16, CPU)
     rng = np.random.default_rng(0)
     data = [
         datum_of(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources.resolve import DEFAULT_MODEL
 
 MODEL = DEFAULT_MODEL
 QUESTION: Any = [{"role": "user", "content": "Which colour has the sea?"}]

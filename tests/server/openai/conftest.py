@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from server_process import running_server
 
-from planish.model.sources import DEFAULT_MODEL, resolve_model
+from planish.model.sources.resolve import DEFAULT_MODEL, resolve_model
 
 
 @pytest.fixture(scope="session")

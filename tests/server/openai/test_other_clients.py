@@ -237,7 +237,7 @@ def test_lm_eval_scores_and_generates(base_url):
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    from planish.model.sources import resolve_model
+    from planish.model.sources.resolve import resolve_model
 
     model = LocalCompletionsAPI(
         base_url=f"{base_url}/completions",

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.ops import AttentionPlan, StoringAttention
-from planish.model.kernels.interface import Attend
+from planish.model.kernels.interface.parts import Attend
 from planish.model.kernels.reference.sampling_attention import ATTENDED_ROWS
-from planish.model.kv_cache import (
+from planish.model.sequences.kv_cache import (
     KVPool,
     KVPools,
     PrefillSpan,
@@ -33,8 +33,8 @@ from planish.model.kv_cache import (
     SeparateKVPool,
     SlotOwner,
 )
-from planish.model.positions import SPAN
-from planish.model.prefix_tree import MicroBatch
+from planish.model.sequences.positions import SPAN
+from planish.model.sequences.prefix_tree import MicroBatch
 
 _LANE = 8
 """The maximum number of rows of one prompt in a block.

@@ -2,7 +2,8 @@
 
 A step has about three hundred operations, such as matmuls and norms. For few rows, most operations
 take microseconds. If Python called each operation and allocated its result, a step would take twice
-as long. The pass calls the same kernels as model/decoder.py does, so its results are bit-identical.
+as long. The pass calls the same kernels as decoder/decoder.py does, so its results are
+bit-identical.
 
 Shapes: T rows, D hidden, V vocabulary, E head_dim.
 """
@@ -18,13 +19,13 @@ from typing import cast
 import numpy as np
 from torch import Tensor
 
-from planish.model.config import ModelConfig
+from planish.model.architecture.config import ModelConfig
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.matmul import CppAdapterBatch, CppPackedWeight
 from planish.model.kernels.cpp.ops import AttentionPlan, StoringAttention
 from planish.model.kernels.cpp.quantized_matmul import CppQuantizedWeight
-from planish.model.kernels.interface import AdapterBatch, Attend, DecoderWeights, ForwardPass
-from planish.model.layers import DenseMLP, Layer
+from planish.model.kernels.interface.parts import AdapterBatch, Attend, DecoderWeights, ForwardPass
+from planish.model.layers.layer_weights import DenseMLP, Layer
 
 CppLinearWeight = CppPackedWeight | CppQuantizedWeight
 """The packed weights of a linear. In a pass, either all or none of them are quantized."""

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.model.hf_config.decoder_fields import DeltaNetConfig
+from planish.model.architecture.hf_config.decoder_fields import DeltaNetConfig
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.delta_net import ScanInputs, SequenceRecurrence, TreeRecurrence
-from planish.model.prefix_tree import MicroBatch
-from planish.model.recurrence import Recurrence, StateSegment
+from planish.model.layers.recurrence import Recurrence, StateSegment
+from planish.model.sequences.prefix_tree import MicroBatch
 
 _LANES = 16
 """The number of columns of a state must be a multiple of this, the size of a SIMD vector."""

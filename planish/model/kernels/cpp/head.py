@@ -21,17 +21,17 @@ from torch import Tensor
 
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.matmul import CppPackedModule
-from planish.model.kernels.interface import (
+from planish.model.kernels.interface.parts import (
     MIN_WEIGHT,
     ExactLogits,
     Head,
     HeadAdapters,
     Sampling,
 )
-from planish.model.kernels.linear import PackedLinear
 from planish.model.kernels.reference.head import TorchHeadAdapters
-from planish.model.kernels.row_tiling import RowTiling
-from planish.model.lora import HeadAdapterRange, padded_lora_columns
+from planish.model.layers.linear import PackedLinear
+from planish.model.layers.lora import HeadAdapterRange, padded_lora_columns
+from planish.model.layers.row_tiling import RowTiling
 
 _HeadRecord = np.dtype(
     [

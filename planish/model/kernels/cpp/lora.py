@@ -7,7 +7,13 @@ from typing import cast
 
 import torch
 
-from planish.model.config import ModelConfig
+from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.linears import (
+    distinct_group_shapes,
+    head_name,
+    num_experts_of,
+    target_modules,
+)
 from planish.model.kernels.cpp.matmul import (
     CppAdapterBatch,
     CppPackedAdapter,
@@ -16,9 +22,8 @@ from planish.model.kernels.cpp.matmul import (
     supports_lora,
     supports_lora_forward,
 )
-from planish.model.kernels.interface import AdapterBatch, Lora
-from planish.model.linears import distinct_group_shapes, head_name, num_experts_of, target_modules
-from planish.model.lora import (
+from planish.model.kernels.interface.parts import AdapterBatch, Lora
+from planish.model.layers.lora import (
     AdapterRange,
     AdapterStackRange,
     LoraLayout,

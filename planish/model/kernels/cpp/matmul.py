@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planish.model.expert_pairs import TokenExpertPairs
 from planish.model.kernels.cpp import ops
-from planish.model.lora import LORA_COLUMNS, padded_lora_columns
+from planish.model.layers.expert_pairs import TokenExpertPairs
+from planish.model.layers.lora import LORA_COLUMNS, padded_lora_columns
 
 PANEL_WIDTH = 64
 _VECTOR_SIZE = LORA_COLUMNS

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -30,8 +29,9 @@ from planish.errors import UserError
 from planish.files import cache_home
 from planish.model.kernels.cpp.build import BuildError, compiled_library
 from planish.model.kernels.cpp.self_test import FAMILIES, verdicts_of
-from planish.model.kernels.interface import ExactLogits
-from planish.model.kernels.verdicts import Verdict
+from planish.model.kernels.interface.parts import ExactLogits
+from planish.model.kernels.interface.setting import kernels_setting
+from planish.model.kernels.self_test.verdicts import Verdict
 
 _SUFFIX = {torch.float32: "f", torch.bfloat16: "h"}
 _LANES = 16
@@ -262,14 +262,6 @@ def is_supported(family: str) -> bool:
     assert family in FAMILIES, family
     library = load_library()
     return library is not None and family not in library.torch_families
-
-
-def kernels_setting() -> str:
-    """Return the value of PLANISH_KERNELS, "auto" by default. Raises UserError if it is unknown."""
-    setting = os.environ.get("PLANISH_KERNELS", "auto")
-    if setting not in ("auto", "native", "torch", "triton"):
-        raise UserError(f"PLANISH_KERNELS={setting!r}: give 'auto', 'native' or 'torch'")
-    return setting
 
 
 def _library() -> tuple[Path, Library]:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from planish.model.kernels.cpp.matmul import CppPackedWeight, WeightArena, supports_matmul
 from planish.model.kernels.cpp.quantized_matmul import CppQuantizedWeight, supports_quantized
-from planish.model.kernels.interface import WeightPacker
-from planish.model.kernels.linear import PackedQuantizedWeight, PackedWeight, concatenate
-from planish.model.quantization import QuantizedWeight
+from planish.model.kernels.interface.parts import WeightPacker
+from planish.model.layers.linear import PackedQuantizedWeight, PackedWeight, concatenate
+from planish.model.layers.quantization import QuantizedWeight
 
 
 class CppPacker:

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from planish.model.architecture.weight_sizes import NF4_BLOCK_SIZE
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.matmul import PANEL_WIDTH, WeightArena, supports_matmul
-from planish.model.quantization import (
+from planish.model.layers.quantization import (
     MXFP4_VALUES,
     NF4_VALUES,
     Int8Weight,
@@ -28,7 +29,6 @@ from planish.model.quantization import (
     dynamic_values,
     mxfp4_scales,
 )
-from planish.model.weight_sizes import NF4_BLOCK_SIZE
 
 _GROUP = 256
 _QuantizedRecord = np.dtype(

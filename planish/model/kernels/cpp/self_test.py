@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from planish.model.kernels.self_test_process import run_self_test
-from planish.model.kernels.verdicts import Verdict, load_verdicts, verdict_file
+from planish.model.kernels.self_test.process import run_self_test
+from planish.model.kernels.self_test.verdicts import Verdict, load_verdicts, verdict_file
 
 FAMILIES = (
     "amx",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from planish.model.lora import AdapterRange, AdapterStackRange, LoraStack, LoraWeights
+from planish.model.layers.lora import AdapterRange, AdapterStackRange, LoraStack, LoraWeights
 
 ROWS = 4
 """The multiple to which an adapter's rows are padded, so that more adapters can share a stack."""

@@ -5,8 +5,8 @@ the path are gathered into one contiguous sequence. The batch-invariant attentio
 ordered_attention.py then reproduces the sampler's output for each row bit for bit.
 
 Backward pass: the (query, key) pairs are divided into pieces, plain rectangles and triangles. In
-depth-first order (model/prefix_tree.py) the descendants of a segment are the rows directly after
-the segment. So exactly two blocks of queries attend to the keys of a segment: its own rows,
+depth-first order (sequences/prefix_tree.py) the descendants of a segment are the rows directly
+after the segment. So exactly two blocks of queries attend to the keys of a segment: its own rows,
 causally, and all rows of its descendants. Each block is one piece, a triangle or a rectangle. Every
 pair lies in exactly one piece, and only the triangles mask pairs.
 
@@ -27,10 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.model.kernels.interface import Attend
+from planish.model.kernels.interface.parts import Attend
 from planish.model.kernels.reference import ordered_attention
-from planish.model.positions import round_up_to_spans
-from planish.model.prefix_tree import MicroBatch, attention_mask
+from planish.model.sequences.positions import round_up_to_spans
+from planish.model.sequences.prefix_tree import MicroBatch, attention_mask
 
 # Maximum number of rows per batch of short segments. Larger batches would save calls, but they do
 # not fit into the CPU's cache and are slower.

@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from planish.model.config import ModelConfig
-from planish.model.kernels.interface import Attend
+from planish.model.architecture.config import ModelConfig
+from planish.model.kernels.interface.parts import Attend
 from planish.model.kernels.reference.attention import TorchTreeAttention
 from planish.model.kernels.reference.sampling_attention import (
     ATTENDED_ROWS,
     DecodeAttention,
     PrefillAttention,
 )
-from planish.model.kernels.row_tiling import RowTilings
-from planish.model.kv_cache import KVPool, KVPools, PrefillSpan, SlotOwner
-from planish.model.prefix_tree import MicroBatch
+from planish.model.layers.row_tiling import RowTilings
+from planish.model.sequences.kv_cache import KVPool, KVPools, PrefillSpan, SlotOwner
+from planish.model.sequences.prefix_tree import MicroBatch
 
 
 class TorchAttention:

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.model.prefix_tree import MicroBatch
-from planish.model.recurrence import ShortConvInputs, StateSegment
+from planish.model.layers.recurrence import ShortConvInputs, StateSegment
+from planish.model.sequences.prefix_tree import MicroBatch
 
 Spans = Sequence[tuple[int, int]]
 """The rows start .. stop - 1 of each segment of a batch."""

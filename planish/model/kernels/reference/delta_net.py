@@ -23,7 +23,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from planish.model.hf_config.decoder_fields import DeltaNetConfig
+from planish.model.architecture.hf_config.decoder_fields import DeltaNetConfig
 from planish.model.kernels.reference.causal_conv import (
     SequenceTaps,
     convolve,
@@ -31,14 +31,14 @@ from planish.model.kernels.reference.causal_conv import (
     tree_segments,
     tree_taps,
 )
-from planish.model.prefix_tree import MicroBatch
-from planish.model.recurrence import (
+from planish.model.layers.recurrence import (
     BLOCK,
     MAX_BLOCK_ELEMENTS,
     DeltaNetInputs,
     DeltaNetWeights,
     StateSegment,
 )
+from planish.model.sequences.prefix_tree import MicroBatch
 
 _EPS = 1e-6
 """The constant in the L2 norm of queries and keys."""

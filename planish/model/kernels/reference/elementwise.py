@@ -1,6 +1,6 @@
 """Norms, RoPE and gated activations in torch.
 
-Shapes: see kernels/interface.py.
+Shapes: see kernels/interface/parts.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The logits of the LM head and of its adapters in torch.
 
-Shapes: see kernels/interface.py.
+Shapes: see kernels/interface/parts.py.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from planish.model.kernels.device import Device
-from planish.model.kernels.interface import ExactLogits, HeadAdapters, Matmuls, SingleLogits
-from planish.model.kernels.linear import PackedLinear
+from planish.model.device import Device
+from planish.model.kernels.interface.parts import ExactLogits, HeadAdapters, Matmuls, SingleLogits
 from planish.model.kernels.reference.elementwise import accum_dtype
-from planish.model.kernels.row_tiling import RowTiling, RowTilings, row_slices
-from planish.model.lora import HeadAdapterRange, LoraMatrices, padded_lora_columns
+from planish.model.layers.linear import PackedLinear
+from planish.model.layers.lora import HeadAdapterRange, LoraMatrices, padded_lora_columns
+from planish.model.layers.row_tiling import RowTiling, RowTilings, row_slices
 
 # Number of vocabulary entries per block in the search for the largest logits.
 _BLOCK = 32

@@ -1,6 +1,6 @@
 """The log-sum-exp of logits and its gradient in torch.
 
-Shapes: see kernels/interface.py.
+Shapes: see kernels/interface/parts.py.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planish.model.kernels.device import Device
-from planish.model.kernels.interface import ExactLogits
+from planish.model.device import Device
+from planish.model.kernels.interface.parts import ExactLogits
 from planish.model.kernels.reference.elementwise import accum_dtype
-from planish.model.kernels.row_tiling import row_slices
+from planish.model.layers.row_tiling import row_slices
 
 # Number of vocabulary entries that `_chunk_sums` sums in float32 before it changes to float64.
 _SUM_CHUNK = 128

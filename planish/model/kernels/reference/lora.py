@@ -10,17 +10,17 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from planish.model.config import ModelConfig
-from planish.model.expert_pairs import TokenExpertPairs
-from planish.model.kernels.interface import AdapterBatch
-from planish.model.kernels.row_tiling import RowTilings
-from planish.model.lora import (
+from planish.model.architecture.config import ModelConfig
+from planish.model.kernels.interface.parts import AdapterBatch
+from planish.model.layers.expert_pairs import TokenExpertPairs
+from planish.model.layers.lora import (
     AdapterRange,
     AdapterStackRange,
     LoraLayout,
     LoraMatrices,
     PackedAdapter,
 )
+from planish.model.layers.row_tiling import RowTilings
 
 
 class TorchLora:

@@ -8,9 +8,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from planish.model.kernels.device import Device
-from planish.model.kernels.interface import WeightPacker
-from planish.model.kernels.linear import (
+from planish.model.device import Device
+from planish.model.kernels.interface.parts import WeightPacker
+from planish.model.layers.linear import (
     DequantizedWeights,
     OneDnnWeight,
     PackedLinear,
@@ -20,8 +20,8 @@ from planish.model.kernels.linear import (
     concatenate,
     onednn_packs_bfloat16,
 )
-from planish.model.kernels.row_tiling import ANY_ROWS, RowTilings
-from planish.model.quantization import Fp8Weight, QuantizedWeight
+from planish.model.layers.quantization import Fp8Weight, QuantizedWeight
+from planish.model.layers.row_tiling import ANY_ROWS, RowTilings
 
 
 class FrozenMatmuls:

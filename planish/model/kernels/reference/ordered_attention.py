@@ -7,8 +7,8 @@ logprob. So both use this module, in which every sum has one order, determined b
 the sequence:
 
 * Scores and weighted sums are float32 matmuls; bf16 operands are converted exactly. If a matmul has
-  at least a minimum number of rows (`query_rows`, see row_tiling.py), each element is bitwise
-  independent of the number of rows. Fewer rows are padded to that minimum.
+  at least a minimum number of rows (`query_rows`, see layers/row_tiling.py), each element is
+  bitwise independent of the number of rows. Fewer rows are padded to that minimum.
 * Weights are exp(score - max). The max over all keys is exact in any order.
 * Values are summed within spans of SPAN positions, aligned at the start of the sequence. The spans
   are then added in order.
@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planish.model.kernels.row_tiling import QUERY_ROWS
-from planish.model.positions import SPAN
+from planish.model.layers.row_tiling import QUERY_ROWS
+from planish.model.sequences.positions import SPAN
 
 
 @dataclass(frozen=True)

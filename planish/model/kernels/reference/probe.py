@@ -32,13 +32,13 @@ from functools import cache, partial
 import torch
 import torch.nn.functional as F
 
-from planish.model.config import ModelConfig
-from planish.model.kernels.backend import Backend
+from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.linears import distinct_group_shapes
+from planish.model.kernels.interface.backend import Backend
 from planish.model.kernels.reference.lora import add_lora_stack_, add_outputs_
-from planish.model.kernels.row_tiling import QUERY_ROWS, LoraRowRule, RowTiling
-from planish.model.linears import distinct_group_shapes
-from planish.model.lora import LORA_COLUMNS, LoraMatrices
-from planish.model.positions import SPAN
+from planish.model.layers.lora import LORA_COLUMNS, LoraMatrices
+from planish.model.layers.row_tiling import QUERY_ROWS, LoraRowRule, RowTiling
+from planish.model.sequences.positions import SPAN
 
 _MULTIPLES = (1, 4, 16)
 _MIN_ROWS_CHOICES = (1, 2, 4, 8, 16, 32)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from planish.model.config import RecurrenceConfig
-from planish.model.hf_config.decoder_fields import DeltaNetConfig
+from planish.model.architecture.config import RecurrenceConfig
+from planish.model.architecture.hf_config.decoder_fields import DeltaNetConfig
 from planish.model.kernels.reference.causal_conv import SequenceConvolution, TreeConvolution
 from planish.model.kernels.reference.delta_net import SequenceRecurrence, TreeRecurrence
-from planish.model.prefix_tree import MicroBatch
-from planish.model.recurrence import Recurrence, StateSegment
+from planish.model.layers.recurrence import Recurrence, StateSegment
+from planish.model.sequences.prefix_tree import MicroBatch
 
 
 class TorchRecurrences:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from planish.model.device import copy_async
 from planish.model.kernels.reference.ordered_attention import (
     Sums,
     add_spans,
@@ -22,7 +23,7 @@ from planish.model.kernels.reference.ordered_attention import (
     attention_scores,
     row_max,
 )
-from planish.model.kv_cache import (
+from planish.model.sequences.kv_cache import (
     KVPool,
     KVPools,
     PrefillSpan,
@@ -30,8 +31,7 @@ from planish.model.kv_cache import (
     SampleSlot,
     SlotOwner,
 )
-from planish.model.positions import SPAN, round_up_to_spans
-from planish.model.transfer import copy_async
+from planish.model.sequences.positions import SPAN, round_up_to_spans
 
 ATTENDED_ROWS = 16
 """The maximum number of query rows that one thread of the C++ kernels processes at a time.

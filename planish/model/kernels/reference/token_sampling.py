@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planish.model.kernels.device import Device
-from planish.model.kernels.interface import MIN_WEIGHT, LogSumExp
-from planish.model.transfer import on_device
+from planish.model.device import Device, on_device
+from planish.model.kernels.interface.parts import MIN_WEIGHT, LogSumExp
 from planish.types import SamplingParams
 
 _CHUNK = 128

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.model.config import ModelConfig
-from planish.model.expert_pairs import TokenExpertPairs
-from planish.model.lora import FUSED_MODULE_NAMES, AdapterRange, LoraMatrices, LoraWeights
+from planish.model.architecture.config import ModelConfig
+from planish.model.layers.expert_pairs import TokenExpertPairs
+from planish.model.layers.lora import FUSED_MODULE_NAMES, AdapterRange, LoraMatrices, LoraWeights
 
 _MATRICES = 4
 """The number of matrices of a target module: A and up to three Bs."""

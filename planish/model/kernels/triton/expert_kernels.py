@@ -33,7 +33,7 @@ from planish.model.kernels.triton.common import (
     rounded,
     tile_of_expert,
 )
-from planish.model.quantized_experts import QuantizedExperts
+from planish.model.layers.quantized_experts import QuantizedExperts
 
 _SORT_BLOCK = 1024
 """The number of pairs that a program of `sort_kernel` reads at once."""

@@ -10,7 +10,7 @@ from importlib import import_module
 import torch
 
 from planish.errors import UserError
-from planish.model.config import ModelConfig
+from planish.model.architecture.config import ModelConfig
 
 FAMILIES = (
     "norms",

@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from planish.model.device import on_device
 from planish.model.kernels.reference.token_sampling import is_filtered, mass_bits
 from planish.model.kernels.triton.common import bound
-from planish.model.transfer import on_device
 from planish.types import SamplingParams
 
 _KEY_BITS = 30

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from planish.model.kernels.interface import ExactLogits
+from planish.model.kernels.interface.parts import ExactLogits
 from planish.model.kernels.triton.common import (
     are_contiguous,
     bound,

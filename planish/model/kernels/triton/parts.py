@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planish.model.config import ModelConfig
-from planish.model.expert_pairs import ExpertKernels
-from planish.model.kernels.interface import (
+from planish.model.architecture.config import ModelConfig
+from planish.model.kernels.interface.parts import (
     Activations,
     Attend,
     Attention,
@@ -30,14 +29,15 @@ from planish.model.kernels.interface import (
     SingleLogits,
     WeightPacker,
 )
-from planish.model.kernels.linear import PackedQuantizedWeight, PackedWeight
 from planish.model.kernels.reference.adapter_stacks import ROWS
 from planish.model.kernels.reference.token_sampling import WeightFilter, sample_from_weights
 from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
 from planish.model.kernels.triton.tree_attention import TritonTreeAttention
-from planish.model.kv_cache import KVPools, KVSpec, PrefillSpan, SlotOwner
-from planish.model.prefix_tree import MicroBatch
-from planish.model.quantization import QuantizedWeight
+from planish.model.layers.expert_pairs import ExpertKernels
+from planish.model.layers.linear import PackedQuantizedWeight, PackedWeight
+from planish.model.layers.quantization import QuantizedWeight
+from planish.model.sequences.kv_cache import KVPools, KVSpec, PrefillSpan, SlotOwner
+from planish.model.sequences.prefix_tree import MicroBatch
 
 _MIN_DECODE_ROWS = 64
 """The minimum number of rows for which `TritonAttention` allocates the tables of decoding steps."""

@@ -33,7 +33,7 @@ from planish.model.kernels.triton.quantized_kernels import (
     eight_bit_values,
     four_bit_pairs,
 )
-from planish.model.quantization import (
+from planish.model.layers.quantization import (
     Fp8Weight,
     Int8Weight,
     Nf4Weight,
@@ -41,7 +41,7 @@ from planish.model.quantization import (
     four_bit_values,
     mxfp4_scales,
 )
-from planish.model.quantized_experts import FIELDS, QuantizedExperts
+from planish.model.layers.quantized_experts import FIELDS, QuantizedExperts
 
 
 @triton.jit

@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from planish.model.kernels.linear import DequantizedWeights
 from planish.model.kernels.triton.common import bound, dot, rounded
-from planish.model.quantization import (
+from planish.model.layers.linear import DequantizedWeights
+from planish.model.layers.quantization import (
     Fp8Weight,
     Int8Weight,
     Mxfp4Weight,

@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.model.kv_cache import (
+from planish.model.device import on_device, pinned
+from planish.model.sequences.kv_cache import (
     KVPool,
     KVPools,
     KVSpec,
@@ -34,8 +35,7 @@ from planish.model.kv_cache import (
     SampleSlot,
     SlotOwner,
 )
-from planish.model.positions import SPAN, capacity_for
-from planish.model.transfer import on_device, pinned
+from planish.model.sequences.positions import SPAN, capacity_for
 
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 """The programs per multiprocessor.

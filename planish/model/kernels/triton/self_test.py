@@ -5,7 +5,7 @@ destroys the CUDA context of its process, and a kernel may hang. They run once f
 of GPU, driver, torch, Triton, kernel sources and model shapes. kernels/choose.py then uses the
 families that passed. torch replaces all other families, and one warning gives the reason.
 
-kernels/verdicts.py says which verdicts are stored.
+kernels/self_test/verdicts.py says which verdicts are stored.
 """
 
 from __future__ import annotations
@@ -26,10 +26,15 @@ from typing import Any
 import torch
 
 from planish.files import cache_home
-from planish.model.kernels.cpp import ops
-from planish.model.kernels.self_test_process import run_self_test
+from planish.model.kernels.interface.setting import kernels_setting
+from planish.model.kernels.self_test.process import run_self_test
+from planish.model.kernels.self_test.verdicts import (
+    WRONG_RESULT,
+    Verdict,
+    load_verdicts,
+    verdict_file,
+)
 from planish.model.kernels.triton.families import FAMILIES, HeadShape, has_triton
-from planish.model.kernels.verdicts import WRONG_RESULT, Verdict, load_verdicts, verdict_file
 
 CHECKER = (sys.executable, "-m", "planish.engine.kernel_check.gpu")
 SECONDS = 600
@@ -110,7 +115,7 @@ def check_kernels(
     `shapes`: the model's other sizes for which kernels are compiled; they are part of the key of
     the stored verdicts. `families`: the families that support the model.
     """
-    if ops.kernels_setting() in ("torch", "triton"):
+    if kernels_setting() in ("torch", "triton"):
         return []
     if not has_triton():
         verdicts = [Verdict(family, False, "Triton is not installed") for family in families]

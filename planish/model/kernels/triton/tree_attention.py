@@ -1,7 +1,7 @@
 """The trainer's attention on a GPU: the plan of visible tiles for the kernels of tree_kernels.py.
 
-Tiles are runs of consecutive rows; they ignore the borders of segments. Query i attends to key j
-if j <= i < subtree_end[j] (model/prefix_tree.py), and if their positions differ by less than the
+Tiles are runs of consecutive rows; they ignore the borders of segments. Query i attends to key j if
+j <= i < subtree_end[j] (sequences/prefix_tree.py), and if their positions differ by less than the
 layer's attention window.
 
 For a query tile and a key tile there are three cases: no (query, key) pair is visible, all pairs
@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.model.prefix_tree import MicroBatch
-from planish.model.transfer import copy_async
+from planish.model.device import copy_async
+from planish.model.sequences.prefix_tree import MicroBatch
 
 if TYPE_CHECKING:
     from planish.model.kernels.triton.tree_kernels import Table, Tiles

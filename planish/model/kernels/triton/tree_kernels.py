@@ -1,8 +1,8 @@
 """Flash attention over a prefix forest in Triton.
 
-Query row i attends to key row j if and only if `j <= i < subtree_end[j]` (model/prefix_tree.py). In
-a layer with an attention window, the positions of the two rows must also differ by less than the
-window.
+Query row i attends to key row j if and only if `j <= i < subtree_end[j]`
+(sequences/prefix_tree.py). In a layer with an attention window, the positions of the two rows must
+also differ by less than the window.
 
 A query tile has M // G consecutive rows, with all G query heads of a key head. So a key or value is
 loaded once for all heads that use it. A tile spans few rows, and adjacent short segments share a

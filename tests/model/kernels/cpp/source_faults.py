@@ -12,7 +12,7 @@ from pathlib import Path
 
 from planish.model.kernels.cpp import build, ops
 from planish.model.kernels.cpp.self_test import verdicts_of
-from planish.model.kernels.verdicts import Verdict
+from planish.model.kernels.self_test.verdicts import Verdict
 
 FAULTS = {
     "own keys are not masked at their end": (

@@ -12,7 +12,7 @@ import torch
 from planish.errors import UserError
 from planish.files import cache_home
 from planish.model.kernels.cpp import build, ops
-from planish.model.kernels.verdicts import Verdict
+from planish.model.kernels.self_test.verdicts import Verdict
 
 
 @pytest.fixture

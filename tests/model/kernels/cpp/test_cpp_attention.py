@@ -17,9 +17,9 @@ from planish.model.kernels.cpp.attention import (
     CppTreeAttention,
 )
 from planish.model.kernels.reference.attention import dense_mask_attention
-from planish.model.kv_cache import KVPools, KVSpec, PrefillSpan, SeparateKVPool, SlotOwner
-from planish.model.positions import SPAN, capacity_for
-from planish.model.prefix_tree import MicroBatch, pack
+from planish.model.sequences.kv_cache import KVPools, KVSpec, PrefillSpan, SeparateKVPool, SlotOwner
+from planish.model.sequences.positions import SPAN, capacity_for
+from planish.model.sequences.prefix_tree import MicroBatch, pack
 
 CPU = torch.device("cpu")
 SLOW = pytest.mark.slow

@@ -5,7 +5,7 @@ import torch
 
 from planish.engine.kernel_check import cpu as check
 from planish.model.kernels.cpp import ops, self_test
-from planish.model.kernels.self_test_process import WrongResultError
+from planish.model.kernels.self_test.process import WrongResultError
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 # For each kernel: the family that tests it, and the arguments that it writes.

@@ -4,19 +4,19 @@ values.
 
 import pytest
 import torch
+from backends import CPU, load_on
 from test_cpp_attention import Prompt, Sample
 from torch import Tensor
 
-from planish.model.decoder import Decoder
+from planish.model.decoder.decoder import Decoder
 from planish.model.kernels.cpp.attention import CppDecodeAttention
 from planish.model.kernels.cpp.decode_pass import DecodePass
-from planish.model.kv_cache import KVPools, SlotOwner
-from planish.model.lora import AdapterRange, LoraLayout, LoraWeights
-from planish.model.positions import SPAN, capacity_for
+from planish.model.layers.lora import AdapterRange, LoraLayout, LoraWeights
+from planish.model.sequences.kv_cache import KVPools, SlotOwner
+from planish.model.sequences.positions import SPAN, capacity_for
 from planish.testing import tiny_model
 from planish.types import LoraConfig
 
-CPU = torch.device("cpu")
 PADDING = 5
 """A padding row in each step."""
 
@@ -71,7 +71,7 @@ def adapters(decoder: Decoder, dtype: torch.dtype) -> list[AdapterRange]:
 def test_one_decoding_call_equals_separate_calls_bitwise(
     family, adapted, dtype, tmp_path, monkeypatch
 ):
-    decoder = Decoder.load(tiny_model(tmp_path, family, kv_heads=1, head_dim=32), dtype, CPU)
+    decoder = load_on(tiny_model(tmp_path, family, kv_heads=1, head_dim=32), dtype, CPU)
     running = Running(decoder)
     given = decoder.backend.adapter_batch(adapters(decoder, dtype) if adapted else ())
     decode_pass = decoder.backend.decode_pass(decoder)

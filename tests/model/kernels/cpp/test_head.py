@@ -8,12 +8,11 @@ from backends import backend_of
 from torch import Tensor
 from variants import slow_after
 
-from planish.model.head import exact_logits, head_logits
+from planish.model.decoder.head import exact_logits, head_logits
 from planish.model.kernels.cpp.head import Float32Logits, HeadTable
 from planish.model.kernels.cpp.matmul import CppPackedAdapter, supports_lora_forward
-from planish.model.lora import HeadAdapterRange, LoraMatrices
+from planish.model.layers.lora import HeadAdapterRange, LoraMatrices
 
-CPU = torch.device("cpu")
 WIDTH = 100
 
 

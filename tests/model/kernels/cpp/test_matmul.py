@@ -2,11 +2,10 @@
 
 import pytest
 import torch
+from backends import CPU, load_on
 from torch import Tensor
 from variants import slow_after
 
-from planish.model.decoder import Decoder
-from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import reference_backend
 from planish.model.kernels.cpp.matmul import (
     CppAdapterBatch,
@@ -15,11 +14,11 @@ from planish.model.kernels.cpp.matmul import (
     CppPackedWeight,
     WeightArena,
 )
-from planish.model.lora import FUSED_MODULE_NAMES, AdapterRange, LoraLayout, LoraWeights
+from planish.model.kernels.interface.backend import Backend
+from planish.model.layers.lora import FUSED_MODULE_NAMES, AdapterRange, LoraLayout, LoraWeights
 from planish.testing import tiny_model
 from planish.types import LoraConfig
 
-CPU = torch.device("cpu")
 SIZES = (96, 48, 80)
 
 
@@ -175,7 +174,7 @@ def test_kernel_rows_are_batch_invariant(threads, normal):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_decoder_with_native_adapters_equals_torch(dtype, tmp_path):
-    decoder = Decoder.load(tiny_model(tmp_path), dtype, CPU)
+    decoder = load_on(tiny_model(tmp_path), dtype, CPU)
     if not decoder.backend.packs_layer_adapters:
         pytest.fail("the tiny model is no multiple of 16 wide any more: this test compares nothing")
     rows, adapters = 0, []

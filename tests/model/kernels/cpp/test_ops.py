@@ -10,11 +10,11 @@ from backends import backend_of, torch_backend
 from torch import Tensor
 from variants import slow_after
 
-from planish.model.head import scored_logprobs
+from planish.model.decoder.head import scored_logprobs
+from planish.model.decoder.operations import add_rms_norm, gated_activation, rope
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.matmul import CppPackedWeight, WeightArena, supports_matmul
 from planish.model.kernels.reference.probe import cancelling_inputs
-from planish.model.operations import add_rms_norm, gated_activation, rope
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -4,11 +4,11 @@ import pytest
 import torch
 from variants import slow_after
 
+from planish.model.architecture.weight_sizes import SCHEMES
 from planish.model.kernels.cpp.matmul import CppPackedWeight, WeightArena
 from planish.model.kernels.cpp.quantized_matmul import CppQuantizedWeight, supports_quantized
-from planish.model.kernels.linear import DequantizedWeights, QuantizedLinear
-from planish.model.quantization import dequantized, quantize
-from planish.model.weight_sizes import SCHEMES
+from planish.model.layers.linear import DequantizedWeights, QuantizedLinear
+from planish.model.layers.quantization import dequantized, quantize
 
 pytestmark = pytest.mark.usefixtures("products")
 

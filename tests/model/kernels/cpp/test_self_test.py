@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from planish.errors import UserError
-from planish.model.kernels import verdicts
 from planish.model.kernels.cpp import ops, self_test
 from planish.model.kernels.cpp.self_test import FAMILIES, verdicts_of
-from planish.model.kernels.verdicts import Verdict, read_verdicts
+from planish.model.kernels.self_test import verdicts
+from planish.model.kernels.self_test.verdicts import Verdict, read_verdicts
 
 PROGRAM = """
 import json, os, signal, sys, time

@@ -5,21 +5,19 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from backends import with_tiling
+from backends import CPU, load_on, with_tiling
 
 from planish.engine.sampling.model_runner import EagerRunner
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
-from planish.model.decoder import Decoder
+from planish.model.decoder.decoder import Decoder
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.adapter_stacks import AdapterStacks
 from planish.model.kernels.reference.probe import probe
-from planish.model.lora import AdapterRange, AdapterStackRange, LoraLayout, LoraWeights
+from planish.model.layers.lora import AdapterRange, AdapterStackRange, LoraLayout, LoraWeights
 from planish.service import Sample
 from planish.testing import tiny_model
 from planish.types import LoraConfig, ModelInput, SamplingParams
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,9 +30,7 @@ def _torch_multiplies() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory) -> Decoder:
-    return Decoder.load(
-        tiny_model(tmp_path_factory.mktemp("model"), family="qwen3"), torch.float32, CPU
-    )
+    return load_on(tiny_model(tmp_path_factory.mktemp("model"), family="qwen3"), torch.float32, CPU)
 
 
 def adapter(decoder: Decoder, seed: int, rank: int = 8) -> LoraWeights:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import CONFIG
+from backends import CONFIG, CPU, load_on
 from variants import slow_after
 
 from planish.engine.engine import Engine
@@ -16,22 +16,20 @@ from planish.engine.sampling.sampler import Sampler
 from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
-from planish.model.config import ModelConfig
-from planish.model.decoder import Decoder
-from planish.model.kernels.backend import Backend
+from planish.model.architecture.config import ModelConfig
 from planish.model.kernels.choose import choose_backend, reference_backend
 from planish.model.kernels.cpp import ops
-from planish.model.kernels.linear import onednn_packs_bfloat16
+from planish.model.kernels.interface.backend import Backend
 from planish.model.kernels.reference import probe as probing
 from planish.model.kernels.reference.lora import add_outputs_
 from planish.model.kernels.reference.probe import cancelling_inputs, probe
-from planish.model.kernels.row_tiling import FIXED, LoraRowRule, RowTiling
-from planish.model.lora import LoraLayout, LoraWeights
+from planish.model.layers.linear import onednn_packs_bfloat16
+from planish.model.layers.lora import LoraLayout, LoraWeights
+from planish.model.layers.row_tiling import FIXED, LoraRowRule, RowTiling
 from planish.service import CreateModel, Sample
 from planish.testing import tiny_model
 from planish.types import LoraConfig, ModelInput, SampleResponse, SamplingParams
 
-CPU = torch.device("cpu")
 COUNTS = (*range(1, 70), 100, 150, 239, 240)
 
 
@@ -191,7 +189,7 @@ def test_padding_makes_adapters_of_every_rank_batch_invariant(tmp_path, ranks, d
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_samples_do_not_depend_on_adapters_of_other_ranks(tmp_path, dtype):
     tiny_model(tmp_path, "qwen3", hidden_size=128, intermediate=384, dtype="bfloat16")
-    decoder = Decoder.load(tmp_path, dtype, CPU, deterministic=True)
+    decoder = load_on(tmp_path, dtype, CPU, deterministic=True)
     if decoder.backend.tiling == FIXED:
         pytest.skip("this machine's products differ at every multiple")
     adapters = {}

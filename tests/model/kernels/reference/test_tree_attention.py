@@ -16,7 +16,7 @@ from planish.model.kernels.reference.attention import (
     rectangles,
     triangles,
 )
-from planish.model.prefix_tree import MicroBatch, attention_mask, pack
+from planish.model.sequences.prefix_tree import MicroBatch, attention_mask, pack
 
 CPU = torch.device("cpu")
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from planish.model.quantization import Fp8Weight, Mxfp4Weight, QuantizedWeight, quantize
+from planish.model.layers.quantization import Fp8Weight, Mxfp4Weight, QuantizedWeight, quantize
 
 FAN_IN = 192
 

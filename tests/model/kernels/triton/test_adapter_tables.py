@@ -13,12 +13,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 from variants import slow_after
 
-from planish.model.config import ModelConfig
-from planish.model.hf_config.rope_config import RopeConfig
+from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.hf_config.rope_config import RopeConfig
+from planish.model.architecture.linears import FUSED_MODULES, linear_shape
 from planish.model.kernels.choose import reference_backend
 from planish.model.kernels.triton.adapters import AdapterTables
-from planish.model.linears import FUSED_MODULES, linear_shape
-from planish.model.lora import AdapterRange, LoraLayout, LoraWeights
+from planish.model.layers.lora import AdapterRange, LoraLayout, LoraWeights
 from planish.types import LoraConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

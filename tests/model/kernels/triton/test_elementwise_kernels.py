@@ -13,18 +13,18 @@ from hopper import Case, resources
 from torch import Tensor
 
 from planish.engine.sampling import token_sampling
-from planish.model.config import ModelConfig
-from planish.model.decoder import Decoder
-from planish.model.head import scored_logprobs
-from planish.model.kernels.backend import Backend
+from planish.model.architecture.config import ModelConfig
+from planish.model.decoder.decoder import Decoder
+from planish.model.decoder.head import scored_logprobs
+from planish.model.decoder.operations import add_rms_norm, gated_activation, rope
 from planish.model.kernels.choose import reference_backend, triton_backend
+from planish.model.kernels.interface.backend import Backend
 from planish.model.kernels.reference.log_sum_exp import TorchLogSumExp
 from planish.model.kernels.reference.token_sampling import sample_from_weights
 from planish.model.kernels.triton.families import FAMILIES
 from planish.model.kernels.triton.parts import TritonLogSumExp
-from planish.model.lora import AdapterRange, LoraLayout, LoraMatrices, LoraWeights
-from planish.model.operations import add_rms_norm, gated_activation, rope
-from planish.model.weights import load_weights
+from planish.model.layers.lora import AdapterRange, LoraLayout, LoraMatrices, LoraWeights
+from planish.model.sources.weights import load_weights
 from planish.testing import tiny_model
 from planish.types import LoraConfig, SamplingParams
 

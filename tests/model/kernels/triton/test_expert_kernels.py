@@ -9,13 +9,13 @@ pytest.importorskip("triton")
 
 from backends import CONFIG
 
-from planish.model.expert_pairs import ExpertKernels, TokenExpertPairs
-from planish.model.experts import expert_linears_backward, expert_matmuls
+from planish.model.decoder.experts import expert_linears_backward, expert_matmuls
 from planish.model.kernels.choose import reference_backend, triton_backend
-from planish.model.kernels.linear import ExpertLinears, PackedLinear
 from planish.model.kernels.triton import expert_kernels
 from planish.model.kernels.triton.families import FAMILIES, supported_families
-from planish.model.lora import LoraMatrices
+from planish.model.layers.expert_pairs import ExpertKernels, TokenExpertPairs
+from planish.model.layers.linear import ExpertLinears, PackedLinear
+from planish.model.layers.lora import LoraMatrices
 
 DTYPES = [torch.float32, torch.bfloat16]
 

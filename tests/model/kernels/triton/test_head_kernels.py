@@ -5,10 +5,10 @@ import torch
 from backends import CONFIG
 from pretended_gpu import GPU, pretended_gpu
 
-from planish.model.head import head_logits, scored_logprobs
+from planish.model.decoder.head import head_logits, scored_logprobs
 from planish.model.kernels.choose import triton_backend
 from planish.model.kernels.triton.families import FAMILIES
-from planish.model.lora import LoraMatrices
+from planish.model.layers.lora import LoraMatrices
 
 own = pytest.importorskip("planish.model.kernels.triton.head_kernels")
 

@@ -71,7 +71,7 @@ check(compute, (4, 32), (4, 24))
     "tree attention": """
 import numpy as np
 from planish.model.kernels.triton.tree_attention import TritonTreeAttention
-from planish.model.prefix_tree import pack
+from planish.model.sequences.prefix_tree import pack
 (micro_batch,) = pack([np.arange(4)], 4)
 
 def compute(*inputs):

@@ -9,15 +9,15 @@ pytest.importorskip("triton")
 from backends import CONFIG
 from quantized_weights import FAN_IN, weights_of
 
-from planish.model.expert_pairs import TokenExpertPairs
-from planish.model.experts import _expert_matmuls_backward, expert_matmuls
-from planish.model.kernels import linear
+from planish.model.decoder.experts import _expert_matmuls_backward, expert_matmuls
 from planish.model.kernels.choose import reference_backend
-from planish.model.kernels.linear import DequantizedWeights, ExpertLinears, QuantizedLinear
 from planish.model.kernels.triton import expert_kernels, quantized_kernels
 from planish.model.kernels.triton.quantized_kernels import QuantizedCodes, WeightBuffer
-from planish.model.quantization import Fp8Weight, Int8Weight, QuantizedWeight, dequantized
-from planish.model.quantized_experts import QuantizedExperts
+from planish.model.layers import linear
+from planish.model.layers.expert_pairs import TokenExpertPairs
+from planish.model.layers.linear import DequantizedWeights, ExpertLinears, QuantizedLinear
+from planish.model.layers.quantization import Fp8Weight, Int8Weight, QuantizedWeight, dequantized
+from planish.model.layers.quantized_experts import QuantizedExperts
 
 SCHEMES = ["nf4", "mxfp4", "int8", "fp8 blocks", "fp8 channels", "fp8"]
 SIZE, PARTS = 40, 2

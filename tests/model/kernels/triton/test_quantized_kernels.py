@@ -9,7 +9,6 @@ from quantized_weights import FAN_IN, weights_of
 pytest.importorskip("triton")
 from variants import slow_after
 
-from planish.model.kernels import linear
 from planish.model.kernels.reference.matmuls import TorchPacker
 from planish.model.kernels.triton import quantized_kernels
 from planish.model.kernels.triton.parts import TritonPacker
@@ -19,7 +18,8 @@ from planish.model.kernels.triton.quantized_kernels import (
     WeightBuffer,
     can_multiply,
 )
-from planish.model.quantization import (
+from planish.model.layers import linear
+from planish.model.layers.quantization import (
     Fp8Weight,
     Int8Weight,
     QuantizedWeight,

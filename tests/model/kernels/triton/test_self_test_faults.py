@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from planish.model.kernels.self_test.verdicts import Verdict
 from planish.model.kernels.triton import self_test
 from planish.model.kernels.triton.families import HeadShape
-from planish.model.kernels.verdicts import Verdict
 
 pytest.importorskip("triton")
 
@@ -149,7 +149,7 @@ def test_a_full_disk_leaves_no_part_of_a_file(tmp_path):
     code = f"""
 import resource
 from pathlib import Path
-from planish.model.kernels.verdicts import Verdict, write_verdicts
+from planish.model.kernels.self_test.verdicts import Verdict, write_verdicts
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 path = Path({str(tmp_path / "kernels" / "verdicts-gpu-1.json")!r})
 assert not write_verdicts(path, [Verdict("norms", True)])

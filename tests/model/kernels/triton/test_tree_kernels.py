@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from planish.model.kernels.triton.tree_attention import TritonTreeAttention
-from planish.model.prefix_tree import attention_mask, pack
+from planish.model.sequences.prefix_tree import attention_mask, pack
 
 triton_forest = pytest.importorskip("planish.model.kernels.triton.tree_kernels")
 

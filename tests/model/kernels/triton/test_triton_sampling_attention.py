@@ -17,11 +17,18 @@ from variants import slow_after
 
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.attention import CppDecodeAttention
-from planish.model.kernels.interface import Attend
+from planish.model.kernels.interface.parts import Attend
 from planish.model.kernels.reference.sampling_attention import DecodeAttention, PrefillAttention
 from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
-from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVSpec, PrefillSpan, SlotOwner
-from planish.model.positions import SPAN, capacity_for
+from planish.model.sequences.kv_cache import (
+    GappedKVPool,
+    KVPool,
+    KVPools,
+    KVSpec,
+    PrefillSpan,
+    SlotOwner,
+)
+from planish.model.sequences.positions import SPAN, capacity_for
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from backends import load_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,7 +16,7 @@ from variants import slow_after
 from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import Trainer
 from planish.engine.training.trainer_settings import TrainerSettings
-from planish.model.decoder import Decoder
+from planish.model.decoder.decoder import Decoder
 from planish.model.kernels.reference.attention import dense_mask_attention
 from planish.model.kernels.triton import parts, tree_attention
 from planish.model.kernels.triton.tree_attention import (
@@ -23,14 +24,13 @@ from planish.model.kernels.triton.tree_attention import (
     key_plan,
     query_plan,
 )
-from planish.model.lora import LoraLayout
-from planish.model.prefix_tree import MicroBatch, attention_mask, pack
+from planish.model.layers.lora import LoraLayout
+from planish.model.sequences.prefix_tree import MicroBatch, attention_mask, pack
 from planish.testing import tiny_model
 from planish.types import Datum, LoraConfig, ModelInput, TensorData
 
 triton_forest = pytest.importorskip("planish.model.kernels.triton.tree_kernels")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CPU = torch.device("cpu")
 
 
 def pack_one(*sequences) -> MicroBatch:
@@ -329,7 +329,7 @@ def tiles_of(
 @pytest.mark.slow
 def test_the_trainer_gradient_with_gpu_attention_equals_the_reference(tmp_path, monkeypatch):
     directory = tiny_model(tmp_path, layers=1)
-    decoder = Decoder.load(directory, torch.float32, DEVICE)
+    decoder = load_on(directory, torch.float32, DEVICE)
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 50, 12)
     data = []
@@ -351,7 +351,7 @@ def test_the_trainer_gradient_with_gpu_attention_equals_the_reference(tmp_path, 
         "TritonTreeAttention",
         lambda *given: used.append(given) or TritonTreeAttention(*given),
     )
-    found = gradient(Decoder.load(directory, torch.float32, DEVICE), data)
+    found = gradient(load_on(directory, torch.float32, DEVICE), data)
     assert used
     assert (found - expected).norm() <= 1e-5 * expected.norm()
 

@@ -89,7 +89,7 @@ void norm_rope_and_store_kv(const DecodePass<X>& p, const Layer<X>& own, const A
              });
 }
 
-// out [T, D]: hidden states after the final norm. Call by call the same as model/decoder.py.
+// out [T, D]: hidden states after the final norm. Call by call the same as decoder/decoder.py.
 template <class X>
 void decode(const DecodePass<X>& p, X* out, int threads) {
     const int64_t rows = p.rows, e = p.attention.e, heads = p.attention.heads,

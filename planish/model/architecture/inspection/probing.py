@@ -1,0 +1,287 @@
+"""Run a model without weights, and record how its code calls attention and computes logits.
+
+The functions import torch and transformers themselves, because commands that only list models do
+not need them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+from planish.errors import UnsupportedError
+from planish.model.architecture.inspection.masks import CausalMask, read_mask
+
+_PROBE_TOKENS = 3
+_IGNORED_ARGUMENTS = frozenset(
+    (
+        *("position_ids", "cache_position", "use_cache", "output_attentions", "past_key_values"),
+        *("output_router_logits", "output_hidden_states", "return_dict", "position_embeddings"),
+        *("logits_to_keep", "layer_idx", "training", "deterministic"),
+    )
+)
+"""Arguments of the attention that do not change its result."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of the attention in a forward pass."""
+
+    module_name: str
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    """The size of a query or key head."""
+    value_dim: int
+    window: int | None
+    """The number of positions that a token attends to. None: all positions."""
+    softcap: float | None
+    """The limit of the scores (Gemma 2). None: no limit."""
+    has_sinks: bool
+
+
+class AttentionRecorder:
+    """An attention function of transformers that records its calls and computes nothing."""
+
+    def __init__(self, model: Any) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+        self.calls: list[AttentionCall] = []
+
+    def __call__(
+        self,
+        module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Any = None,
+        is_causal: bool | None = None,
+        **others: Any,
+    ) -> tuple[Any, None]:
+        """Record one call. Raise UnsupportedError for an argument that planish has no support for.
+
+        `query`, `key`, `value`: [1, heads, tokens, head size].
+        """
+        unknown = [
+            name
+            for name, argument in others.items()
+            if argument is not None and name not in _IGNORED_ARGUMENTS
+        ]
+        if unknown:
+            raise UnsupportedError(
+                f"its attention has the arguments {', '.join(unknown)}, which planish does not have"
+            )
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        mask = None if attention_mask is None else getattr(attention_mask, "planish_mask", None)
+        if (attention_mask is not None and mask is None) or (mask is None and not causal):
+            raise UnsupportedError("its attention has a mask of its own or is not causal")
+        window = sliding_window if mask is None else mask.window
+        self.calls.append(
+            AttentionCall(
+                self._names[module],
+                query.shape[1],
+                key.shape[1],
+                query.shape[3],
+                value.shape[3],
+                window,
+                softcap,
+                s_aux is not None,
+            )
+        )
+        shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+        return query.new_empty(shape), None
+
+
+def record_attention(model: Any, base: Any, max_context: int) -> list[AttentionCall]:
+    """Run a model without weights, and return the calls of its attention.
+
+    `base`: the part of the model below its head. The layers' experts are replaced, because they need the values of the router. Raises
+    UnsupportedError if the code does not run without values, or uses attention in a way that
+    planish does not have.
+    """
+    import inspect
+
+    import torch
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        raise UnsupportedError("its forward pass takes no position_ids")
+
+    class NoExperts(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.empty_like(hidden)
+
+    def recorded_mask(mask_function: Any, **arguments: Any) -> torch.Tensor:
+        mask = torch.empty(1, 1, _PROBE_TOKENS, _PROBE_TOKENS, dtype=torch.bool)
+        # A context of one chunk has causal attention.
+        is_chunked = bool(getattr(model.config, "attention_chunk_size", None))
+        read = CausalMask(None) if is_chunked else _read_mask(mask_function, max_context)
+        mask.planish_mask = read  # type: ignore[attr-defined]
+        return mask
+
+    for module in list(model.modules()):
+        if isinstance(getattr(module, "rope_type", None), str):
+            # Some scalings depend on the values of positions, which a meta tensor lacks.
+            module.rope_type = "default"
+        for name, child in list(module.named_children()):
+            if is_experts_module(child):
+                setattr(module, name, NoExperts())
+    recorder = AttentionRecorder(model)
+    AttentionInterface.register("planish_recorder", recorder)  # type: ignore[arg-type]
+    AttentionMaskInterface.register("planish_recorder", recorded_mask)
+    model.config._attn_implementation = "planish_recorder"
+    model.config.pad_token_id = None  # Some models look for padding in the values of tokens.
+    try:
+        # Packed sequences are found by the values of positions, which a meta tensor lacks.
+        with (
+            torch.no_grad(),
+            torch.device("meta"),
+            patch.object(masking_utils, "find_packed_sequence_indices", lambda positions: None),
+        ):
+            tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
+            positions = torch.arange(_PROBE_TOKENS)[None]
+            base(tokens, position_ids=positions, use_cache=False)
+    except UnsupportedError:
+        raise
+    except Exception as error:  # Modelling code raises many kinds of errors.
+        raise UnsupportedError(
+            f"its code does not run without values ({first_line(error)}), so planish cannot find "
+            "out how it uses attention"
+        ) from error
+    return recorder.calls
+
+
+def _read_mask(mask_function: Any, max_context: int) -> CausalMask:
+    """Return what a mask function hides. It is evaluated on a CPU."""
+    import torch
+
+    with torch.device("cpu"):
+        return read_mask(mask_function, max_context)
+
+
+@dataclass(frozen=True)
+class HeadFunction:
+    """What a model does with the output x of its head: cap * tanh(scale * x / cap)."""
+
+    scale: float
+    cap: float | None
+    """None: scale * x."""
+
+
+def find_head_function(model: Any, base_name: str, hidden_size: int) -> HeadFunction:
+    """Return what a model does with the output of its head.
+
+    `base_name`: the name of the part below the head. A small head takes the place of the model's,
+    and the model computes logits of random hidden states. Raises UnsupportedError if these are no such function of the head's outputs.
+    """
+    import torch
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    class Output(MoeModelOutputWithPast):
+        def __getattr__(self, name: str) -> None:
+            """Return None for the outputs of other kinds of models."""
+
+    class LastHiddenState(torch.nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Output:
+            return Output(last_hidden_state=hidden)  # type: ignore[arg-type]
+
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 4, hidden_size, generator=generator)
+    weight = torch.randn(8, hidden_size, generator=generator) * 20 * hidden_size**-0.5
+    head = torch.nn.Linear(hidden_size, 8, bias=False)
+    head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    model.set_output_embeddings(head)
+    stub = LastHiddenState()
+    object.__setattr__(stub, "decoder", stub)  # OPT calls the decoder inside its base model.
+    setattr(model, base_name, stub)
+    try:
+        with torch.no_grad():
+            logits = model(torch.zeros(1, 4, dtype=torch.int64), use_cache=False).logits
+            outputs = head(hidden)
+            ratios = logits / outputs
+    except Exception as error:  # Modelling code raises many kinds of errors.
+        raise UnsupportedError(
+            f"its logits are not the output of its head ({first_line(error)})"
+        ) from error
+    # Near 0, a cap changes nothing.
+    scale = float(ratios.flatten()[outputs.abs().argmin()])
+    scale = 1.0 if abs(scale - 1) < 1e-3 else scale
+    if torch.allclose(logits, outputs * scale, rtol=1e-3):
+        return HeadFunction(scale, None)
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    if cap and torch.allclose(logits, cap * (outputs * scale / cap).tanh(), rtol=1e-3, atol=1e-3):
+        return HeadFunction(scale, float(cap))
+    raise UnsupportedError("its logits are no known function of the output of its head")
+
+
+def is_linear(module: Any) -> bool:
+    """Return whether a module computes x @ weight.T + bias and nothing else.
+
+    The weight of GPT-2's Conv1D is transposed. Some routers are linears with a function of their
+    own.
+    """
+    from torch import nn
+
+    return is_transposed(module) or type(module).forward is nn.Linear.forward
+
+
+def is_transposed(module: Any) -> bool:
+    """Return whether a module is a linear with the weight (in, out)."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, Conv1D)
+
+
+def linear_shape(module: Any) -> tuple[int, int]:
+    """Return the shape (out, in) of a linear."""
+    first, second = module.weight.shape
+    return (second, first) if is_transposed(module) else (first, second)
+
+
+def is_experts_module(module: Any) -> bool:
+    """Return whether a module is one of transformers' experts, whose forward can be replaced."""
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
+
+
+def expert_linear_names(module: Any) -> tuple[str, str]:
+    """Return the names of the two weights of an experts module."""
+    return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
+
+
+def is_short_conv(module: Any) -> bool:
+    """Return whether a module is a short convolution of LFM2, which `FrozenShortConv` replaces.
+
+    It computes out_proj(c * conv(b * x)), and in_proj gives b, c and x.
+    """
+    return type(module).__name__ in ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
+
+
+def first_line(error: Exception) -> str:
+    """Return the kind of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from logging remarks and drawing progress bars."""
+    from transformers.utils import logging as transformers_logging
+
+    logger = logging.getLogger("transformers")
+    level, shows_bars = logger.level, transformers_logging.is_progress_bar_enabled()
+    logger.setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if shows_bars:
+            transformers_logging.enable_progress_bar()

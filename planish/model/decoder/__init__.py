@@ -1,0 +1,1 @@
+"""The decoder of most families: its layers, its head, and its division among several devices."""

@@ -1,0 +1,1 @@
+"""Self-tests of compiled kernels in a process of their own, and their stored verdicts."""

@@ -1,0 +1,179 @@
+"""Layers with a recurrent state in the place of keys and values: their states and their inputs.
+
+There are two kinds. A short convolution (LFM2) multiplies the last W inputs of each channel by W
+weights and adds them up. So the state of a sequence is the last W - 1 inputs. A gated delta net (Yang
+et al. 2024, Qwen3.5) has a short convolution too, and one matrix per head. At each position, the
+matrix decays and is corrected towards the position's value:
+
+    S = decay * S;  S = S + k (beta * (v - S^T k))^T;  output = S^T q
+
+Sampler and trainer compute this recurrence position by position, in the same order of operations.
+So the results are batch-invariant. They also have the same bits if the computation continues from a
+stored state.
+
+Shapes: T rows, C channels of the convolution, W its width, Hk key heads, Hv value heads, Dk and Dv
+the sizes of a key and a value head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planish.model.architecture.config import ModelConfig, RecurrenceConfig
+from planish.model.architecture.hf_config.decoder_fields import DeltaNetConfig
+from planish.model.layers.linear import PackedLinear
+from planish.model.sequences.positions import STATE_CHUNK
+
+BLOCK = 32
+"""The number of consecutive positions per block. The backward pass stores the states of one block.
+"""
+MAX_BLOCK_ELEMENTS = 1 << 26
+"""The maximum number of elements of the states of one block. If the states of all heads have more
+elements, the backward pass processes the heads in groups.
+"""
+
+
+@dataclass(frozen=True)
+class DeltaNetWeights:
+    """The frozen weights of one gated delta-net layer, except the linears that adapters train."""
+
+    beta_decay: PackedLinear
+    """The linears in_proj_b and in_proj_a, with the outputs [T, 2 * Hv]. Beta and the decay are
+    computed from these outputs.
+    """
+    conv: Tensor
+    """float32 [C, W]; the last column belongs to a row's own position."""
+    decay_rate: Tensor
+    """-exp(A_log): float32 [Hv]."""
+    decay_bias: Tensor
+    """dt_bias: float32 [Hv]."""
+    norm: Tensor
+    """The weight of the norm of each head's output: float32 [Dv]."""
+
+
+class RecurrentState:
+    """The state of one sequence after some position, in all layers with a recurrent state."""
+
+    def __init__(self, config: RecurrenceConfig, dtype: torch.dtype, device: torch.device) -> None:
+        """Create the state before position 0, all zeros. `dtype`: the dtype of the model."""
+        num_layers = len(config.layers)
+        self.conv = torch.zeros(
+            num_layers, config.conv_width - 1, config.channels, dtype=dtype, device=device
+        )
+        """[layers, W - 1, C]: the inputs of the convolution at the last W - 1 positions."""
+        self.matrices = torch.zeros(num_layers, *config.matrix_shape, device=device)
+        """float32 [layers, Hv, Dk, Dv]; empty in a model of short convolutions."""
+
+    def copy(self) -> RecurrentState:
+        """Return a copy, which can be changed independently."""
+        state = RecurrentState.__new__(RecurrentState)
+        state.conv, state.matrices = self.conv.clone(), self.matrices.clone()
+        return state
+
+
+def state_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of the recurrent state of one sequence; 0 if the model has none."""
+    recurrence = config.recurrence
+    if recurrence is None:
+        return 0
+    conv_bytes = dtype.itemsize * (recurrence.conv_width - 1) * recurrence.channels
+    return len(recurrence.layers) * (conv_bytes + 4 * prod(recurrence.matrix_shape))
+
+
+def sampling_workspace_bytes(
+    config: ModelConfig, dtype: torch.dtype, max_samples: int, max_rows: int
+) -> int:
+    """Return the estimated bytes of workspace that recurrent layers need in a sampler step.
+
+    `max_samples`: the maximum number of samples in a decoding step. `max_rows`: the maximum number
+    of rows in a prefill. The workspace contains the float32 inputs of one layer, three matrices per
+    head of each sequence, and the states at the ends of the prefill's chunks.
+    """
+    recurrence = config.recurrence
+    if recurrence is None:
+        return 0
+    num_heads, key_dim, _ = recurrence.matrix_shape
+    input_bytes = 4 * 6 * max_rows * (recurrence.channels + num_heads * key_dim)
+    return (
+        4 * 3 * max_samples * prod(recurrence.matrix_shape)
+        + input_bytes
+        + max_rows // STATE_CHUNK * state_bytes(config, dtype)
+    )
+
+
+def activation_bytes_per_row(delta_net: DeltaNetConfig, dtype: torch.dtype) -> int:
+    """Return the estimated bytes that a layer stores for the backward pass, per row.
+
+    They are the inputs and outputs of the recurrence in float32, and the inputs of the convolution,
+    of the output gate and of the output projection in the model's `dtype`.
+    """
+    key_size = delta_net.num_value_heads * delta_net.key_dim
+    value_size = delta_net.num_value_heads * delta_net.value_dim
+    float32_size = delta_net.channels + 2 * key_size + value_size
+    return 4 * float32_size + dtype.itemsize * (delta_net.channels + 4 * value_size)
+
+
+def backward_bytes(config: ModelConfig, num_rows: int) -> int:
+    """Return the estimated bytes of the states that the backward pass of one layer recomputes.
+
+    `num_rows`: the rows of the micro-batch. The result is 0 for a model without gated delta-net
+    layers.
+    """
+    delta_net = config.delta_net
+    if delta_net is None:
+        return 0
+    matrix_size = delta_net.num_value_heads * delta_net.key_dim * delta_net.value_dim
+    return 4 * (min(num_rows * matrix_size, MAX_BLOCK_ELEMENTS) + num_rows // BLOCK * matrix_size)
+
+
+@dataclass(frozen=True)
+class StateSegment:
+    """Rows start .. stop - 1 of a batch, which are consecutive positions of one sequence.
+
+    The segment starts from `initial_state`. `final_state` receives the state after its last row.
+    Both may be the same object. A segment whose `initial_state` is the `final_state` of an earlier
+    segment is computed after that segment.
+    """
+
+    start: int
+    stop: int
+    initial_state: RecurrentState
+    final_state: RecurrentState
+
+
+@dataclass(frozen=True)
+class DeltaNetInputs:
+    """The inputs of the recurrence of one layer, after the projections."""
+
+    qkv: Tensor
+    """[T, C] in the model's dtype, before the convolution."""
+    beta_decay: Tensor
+    """[T, 2 * Hv] in the model's dtype."""
+    weights: DeltaNetWeights
+
+
+@dataclass(frozen=True)
+class ShortConvInputs:
+    """The inputs of the short convolution of one layer."""
+
+    x: Tensor
+    """[T, C] in the model's dtype."""
+    weight: Tensor
+    """float32 [C, W]; the last column belongs to a row's own position."""
+    bias: Tensor | None
+    """float32 [C]."""
+
+
+Recurrence = Callable[[int, Any], Tensor]
+"""The recurrence of one forward pass: (number of the recurrent layer, inputs) -> outputs.
+
+The inputs of a gated delta net are `DeltaNetInputs`, and its outputs are float32 [T, Hv, Dv]. The
+inputs of a short convolution are `ShortConvInputs`, and its outputs are [T, C] in the model's dtype.
+The function knows which rows are consecutive positions, and where the states are stored.
+"""

@@ -1,0 +1,1 @@
+"""How sequences lie in memory: prefix trees for training, and the slots of the KV cache."""
