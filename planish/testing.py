@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -308,23 +308,29 @@ TINY_SIZES: dict[str, Any] = {
 """The sizes of the models of `tiny_transformers_model`. A config takes those that it has."""
 
 
-_TEXT_SIZES = (
+_GEMMA_SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "sliding_window"),
     *("pad_token_id", "bos_token_id", "eos_token_id"),
 )
+GEMMA4_TEXT: dict[str, Any] = {
+    **{key: TINY_SIZES[key] for key in _GEMMA_SIZES},
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "use_double_wide_mlp": True,
+    "global_head_dim": 32,
+}
+"""The text config of a tiny Gemma 4 like E2B: two of four layers share their keys and values."""
 TINY_OPTIONS: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8, "n_ctx": 512},
     "deepseek_v4": {"head_dim": 64},
     "dots1": {"n_shared_experts": 1},
     "falcon": {"head_dim": None, "alibi": False},
     "gemma4": {
-        "text_config": {
-            **{key: TINY_SIZES[key] for key in _TEXT_SIZES},
-            "layer_types": ["sliding_attention", "full_attention"],
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": VOCAB_SIZE,
-        },
+        "text_config": GEMMA4_TEXT,
         "vision_config": {
             "num_hidden_layers": 1,
             "hidden_size": 32,
@@ -334,7 +340,22 @@ TINY_OPTIONS: dict[str, dict[str, Any]] = {
             "head_dim": 16,
         },
     },
-    "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2},
+    "gemma4_text": GEMMA4_TEXT,
+    "gemma4_unified": {
+        "text_config": GEMMA4_TEXT
+        | {"num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        "vision_config": {"mm_embed_dim": 32, "output_proj_dims": 32, "mm_posemb_size": 16},
+    },
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "intermediate_size": [96] * 4,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+        "laurel_rank": 8,
+    },
     "gptj": {"rotary_dim": 8},
     "lfm2_moe": {
         "num_hidden_layers": 3,
@@ -410,70 +431,6 @@ def _hub_tensors(
             yield f"{layer}.experts.{expert}.{linear}.weight", weight
 
 
-def use_mxfp4(directory: Path) -> Path:
-    """Replace the experts' matrices of a gpt_oss model by random ones in mxfp4. Return `directory`.
-
-    The model must be a single file.
-    """
-    generator = torch.Generator().manual_seed(0)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(directory / "model.safetensors").items():
-        if ".experts." not in name or name.endswith("_bias"):
-            tensors[name] = tensor
-            continue
-        experts, fan_in, fan_out = tensor.shape
-        shape = (experts, fan_out, fan_in // 32)
-        # With these scales, the numbers are as large as the other weights.
-        scales = torch.randint(121, 124, shape, generator=generator)
-        blocks = torch.randint(256, (*shape, 16), generator=generator)
-        tensors[f"{name}_scales"] = scales.to(torch.uint8)
-        tensors[f"{name}_blocks"] = blocks.to(torch.uint8)
-    return _save_quantized(directory, tensors, {"quant_method": "mxfp4"})
-
-
-def use_fp8(
-    directory: Path, config: Mapping[str, Any], block: tuple[int, int] | None, scale: str
-) -> Path:
-    """Store the linears of a model's layers in fp8, with their scales. Return `directory`.
-
-    The model must be a single file. `config`: the `quantization_config`. `block`: the numbers of
-    outputs and inputs that share a scale; None: all of a weight. `scale`: the name of the scales,
-    "weight_scale_inv" or "weight_scale".
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(directory / "model.safetensors").items():
-        if not name.endswith("_proj.weight"):
-            tensors[name] = tensor
-            continue
-        height, width = block or tensor.shape
-        # With one scale per output channel, a block is as wide as the weight.
-        width = min(width, tensor.shape[1])
-        rows, columns = (
-            -(-size // part) for size, part in zip(tensor.shape, (height, width), strict=True)
-        )
-        padded = torch.zeros(rows * height, columns * width)
-        padded[: tensor.shape[0], : tensor.shape[1]] = tensor.float()
-        blocks = padded.view(rows, height, columns, width)
-        scales = (blocks.abs().amax((1, 3)) / 448).bfloat16()
-        codes = (blocks / scales.float()[:, None, :, None]).to(torch.float8_e4m3fn)
-        codes = codes.view(padded.shape)[: tensor.shape[0], : tensor.shape[1]]
-        tensors[name] = codes.contiguous()
-        module = name.removesuffix("weight")
-        tensors[module + scale] = scales if block is not None else scales.view(())
-        tensors[f"{module}input_scale"] = torch.ones(())
-    return _save_quantized(directory, tensors, config)
-
-
-def _save_quantized(
-    directory: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
-) -> Path:
-    save_weights(directory, tensors)
-    path = directory / "config.json"
-    fields = json.loads(path.read_text()) | {"quantization_config": dict(config)}
-    path.write_text(json.dumps(fields, indent=2))
-    return directory
-
-
 def randomize(model: torch.nn.Module, seed: int) -> None:
     """Fill every parameter with seeded normal noise: around 1 for norm scales, around 0 for all
     others.
@@ -484,7 +441,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             noise = torch.randn(parameter.shape, generator=generator) * WEIGHT_STD
             is_scale = name.endswith(("norm.weight", "layernorm.weight"))
             # Gemma 3 and Qwen3.5 add 1 to the stored weights of norms, except in gated delta nets.
-            adds_one = type(model).__name__.startswith(("Gemma3", "Qwen3_5"))
+            adds_one = type(model).__name__.startswith(("Gemma3F", "Qwen3_5"))
             is_scale = is_scale and (not adds_one or "linear_attn" in name)
             parameter.copy_(noise + 1.0 if is_scale else noise)
 

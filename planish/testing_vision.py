@@ -10,6 +10,7 @@ from planish.testing import (
     DELTA_NETS,
     DTYPES,
     EOS_TOKEN_ID,
+    GEMMA4_TEXT,
     NUM_TOKENS,
     TINY_SIZES,
     has_field,
@@ -23,6 +24,8 @@ images has them.
 """
 GEMMA3_TOKENS = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
 """Control tokens of Gemma 3 with images, with the ids after WORD_TOKENS."""
+GEMMA4_TOKENS = ("<|image>", "<image|>", "<|image|>")
+"""Control tokens of Gemma 4 with images, with the ids after WORD_TOKENS."""
 
 
 def tiny_vision_model(
@@ -30,9 +33,13 @@ def tiny_vision_model(
 ) -> Path:
     """Write a random model with images, as a Hugging Face directory, and return its path.
 
-    `model_type`: "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe" or
-    "gemma3". A token of an image has 16 x 16 pixels. Gemma 3 resizes each image to 3 x 3 tokens.
+    `model_type`: "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
+    "gemma3", "gemma4" (like E2B), "gemma4_moe" (like 26B-A4B) or "gemma4_unified" (like 12B). A
+    token of an image has 16 x 16 pixels. Gemma 3 resizes each image to 3 x 3 tokens, and Gemma 4 to
+    about 70 tokens of 12 x 12 pixels.
     """
+    if model_type.startswith("gemma4"):
+        return _tiny_gemma4(Path(path), model_type, seed, dtype)
     if model_type == "gemma3":
         return _tiny_gemma3(Path(path), seed, dtype)
     first = NUM_TOKENS
@@ -97,6 +104,43 @@ def _tiny_gemma3(path: Path, seed: int, dtype: str) -> Path:
         "image_seq_length": 9,
     }
     return _save(path, config, processor, GEMMA3_TOKENS, seed, dtype)
+
+
+def _tiny_gemma4(path: Path, kind: str, seed: int, dtype: str) -> Path:
+    first = NUM_TOKENS
+    text = GEMMA4_TEXT | {"vocab_size": first + 6, "vocab_size_per_layer_input": first + 6}
+    text["tie_word_embeddings"] = False
+    if kind != "gemma4":
+        text |= {"num_hidden_layers": 2, "layer_types": text["layer_types"][:2]}
+        text |= {"num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+        text |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        text |= {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0}
+    if kind == "gemma4_moe":
+        text |= {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+        text["moe_intermediate_size"] = 32
+    if kind == "gemma4_unified":
+        vision: dict[str, Any] = {"mm_embed_dim": 32, "output_proj_dims": 32, "mm_posemb_size": 70}
+    else:
+        vision = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+        vision |= {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+        vision |= {"position_embedding_size": 256, "use_clipped_linears": kind == "gemma4"}
+        vision |= {"standardize": kind != "gemma4"}
+    model_type = "gemma4_unified" if kind == "gemma4_unified" else "gemma4"
+    config = AutoConfig.for_model(
+        model_type,
+        text_config=text,
+        vision_config=vision | {"patch_size": 4, "pooling_kernel_size": 3},
+        boi_token_id=first,
+        eoi_token_id=first + 1,
+        image_token_id=first + 2,
+        tie_word_embeddings=False,
+    )
+    name = (
+        "Gemma4UnifiedImageProcessor" if model_type == "gemma4_unified" else "Gemma4ImageProcessor"
+    )
+    processor = {"image_processor_type": name, "do_normalize": False}
+    processor |= {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70}
+    return _save(path, config, processor, GEMMA4_TOKENS, seed, dtype)
 
 
 def _save(

@@ -27,6 +27,7 @@ LAYERS = (
         "tokenizer",
         "detokenizer",
         "testing",
+        "testing_quantized",
         "testing_vision",
     ),
     ("processes", "logtree", "sandbox"),

@@ -362,7 +362,8 @@ def recorded_cases(
     from gpu_counts import on_pretended_gpu
 
     from planish.model.kernels.triton import common
-    from planish.testing import tiny_model, use_mxfp4
+    from planish.testing import tiny_model
+    from planish.testing_quantized import use_mxfp4
 
     default_sizes: dict[str, Any] = {"layers": 1}
     models = list(MODELS.items())[: SAMPLED_MODELS if sample else None]

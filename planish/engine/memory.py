@@ -33,6 +33,7 @@ from planish.model.architecture.weight_sizes import (
     linear_bytes,
     mxfp4_bytes,
     stored_scheme,
+    unpacked_bytes,
     unquantized_bytes,
 )
 from planish.model.decoder.tensor_parallel.shards import check_shardable, shard_config
@@ -318,6 +319,7 @@ class _ModelNeeds:
         codes = mxfp4_code_bytes + (linear_bytes(config, scheme) if scheme is not None else 0)
         one_copy_bytes = unquantized + codes
         all_copies_bytes = backend.weight_copies * unquantized + codes
+        all_copies_bytes -= (backend.weight_copies - 1) * unpacked_bytes(config, dtype.itemsize)
         if scheme is not None or config.mxfp4_experts:
             shapes = _dequantized_shapes(config, backend, is_fp8=scheme == "fp8")
             packed_bytes = sum(map(prod, shapes)) * dtype.itemsize

@@ -25,7 +25,7 @@ from planish.export.origin import Origin
 from planish.model.architecture.config import ModelConfig
 from planish.model.architecture.hf_config.families import is_multimodal
 from planish.model.architecture.hf_config.json_fields import read_json
-from planish.model.architecture.inspection.vision import is_multimodal_type
+from planish.model.architecture.inspection.vision import is_vision_type
 from planish.model.sources.listing import list_models
 from planish.model.sources.resolve import HUB_FILES, TOKENIZER_FILES, resolve_model
 from planish.model.sources.weights import text_model_name, weights_fingerprint
@@ -164,7 +164,7 @@ def _write_adapter(
     model_prefix = "model."
     fields = {} if base.directory is None else read_json(base.directory / "config.json")
     # The adapter of transformers' multimodal model has its names, and excludes the towers.
-    has_towers = is_multimodal_type(fields.get("model_type")) or bool(config.get("exclude_modules"))
+    has_towers = is_vision_type(fields.get("model_type")) or bool(config.get("exclude_modules"))
     if is_multimodal(fields):
         model_prefix = "model.language_model."
         modules = config["target_modules"]

@@ -12,6 +12,7 @@ from typing import Any
 
 from planish.renderers.codec import Control, Piece
 from planish.renderers.forms import CallForm, Pattern
+from planish.renderers.gemma4_calls import QUOTE, read_gemma4_call
 from planish.renderers.messages import Call
 from planish.renderers.python_calls import read_python_calls
 from planish.renderers.tagged_parser import CallTags, ReadList
@@ -248,6 +249,16 @@ SYNTAXES: tuple[CallSyntax, ...] = (
             None,
             (Control("<｜tool▁sep｜>"),),
             _DEEPSEEK_SECTION,
+        ),
+    ),
+    CallSyntax(
+        "gemma4",
+        CallTags(
+            Control("<|tool_call>"),
+            Control("<tool_call|>"),
+            read_gemma4_call,
+            None,
+            (Control(QUOTE),),
         ),
     ),
     _listed("json list", "<|tool_call|>", "<|/tool_call|>", read_json_list),

@@ -234,8 +234,8 @@ def _is_base(path: Path, tokenizer_config: dict[str, Any], config: dict[str, Any
     """
     generation = _read_optional_json(path / "generation_config.json") or {}
     ids: set[int] = set()
-    for source in (config, generation):
-        value = source.get("eos_token_id")
+    for source in (config, config.get("text_config"), generation):
+        value = source.get("eos_token_id") if isinstance(source, dict) else None
         ids.update(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
     names = {id_: text for id_, (text, _) in _added_tokens(path, tokenizer_config).items()}
     eos_texts = {names[str(id_)] for id_ in ids if str(id_) in names} | {

@@ -38,6 +38,7 @@ THINK_TAGS: tuple[tuple[str, str], ...] = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
+    ("<|channel>thought", "<channel|>"),
 )
 """The tags that begin and end reasoning in the templates of different families."""
 

@@ -41,6 +41,8 @@ class ImageMarks:
     after: tuple[Piece, ...]
     trims_text: bool = False
     """Whether the chat template trims each text of a message with images."""
+    user_only: bool = False
+    """Whether the chat template writes images only in the place where a user's message has them."""
 
     @property
     def controls(self) -> tuple[str, ...]:
@@ -54,6 +56,8 @@ QWEN = ImageMarks((Control("<|vision_start|>"),), (Control("<|vision_end|>"),))
 GEMMA3 = ImageMarks(
     ("\n\n", Control("<start_of_image>")), (Control("<end_of_image>"), "\n\n"), trims_text=True
 )
+
+GEMMA4 = ImageMarks((Control("<|image>"),), (Control("<image|>"),), trims_text=True, user_only=True)
 
 
 @dataclass(frozen=True)
@@ -210,8 +214,9 @@ class VisionRenderer(Renderer):
             _current.reset(token)
 
     @property
-    def _trims_text(self) -> bool:
-        return isinstance(self.codec, _VisionCodec) and self.codec.marks.trims_text
+    def _marks(self) -> ImageMarks:
+        assert isinstance(self.codec, _VisionCodec)
+        return self.codec.marks
 
     def _with_marks(self, messages: Messages, images: _Images) -> Messages:
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
@@ -232,12 +237,17 @@ class VisionRenderer(Renderer):
         for number, part in enumerate(content):
             if not isinstance(part, Mapping) or part.get("type") != "image":
                 is_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
-                trims = is_text and has_image and self._trims_text
+                trims = is_text and has_image and self._marks.trims_text
                 parts.append({**part, "text": part["text"].strip()} if trims else part)
                 continue
             place = f"{where}, content[{number}]"
             if message.get("role") == "assistant":
                 raise UserError(f"{place} is an image of the assistant, which no model writes")
+            if message.get("role") != "user" and self._marks.user_only:
+                raise UserError(
+                    f"{place} is an image of a {message.get('role')}, for which this model's chat "
+                    "template has no place; give the image in a user's message"
+                )
             if unknown := sorted(part.keys() - {"type", "image"}):
                 raise UserError(f"{place} has the unknown key {unknown[0]!r}; remove it")
             chunk = self._counted(image_chunk(part.get("image"), place), place)
@@ -268,7 +278,7 @@ def image_processor_of(tokenizer: ModelTokenizer) -> ImageProcessor | None:
 def _marks_of(tokenizer: ModelTokenizer) -> ImageMarks | None:
     """Return the marks of images whose tokens a tokenizer has, or None."""
     vocabulary = getattr(tokenizer, "added_tokens_encoder", {})
-    return next((m for m in (QWEN, GEMMA3) if vocabulary.keys() >= set(m.controls)), None)
+    return next((m for m in (QWEN, GEMMA3, GEMMA4) if vocabulary.keys() >= set(m.controls)), None)
 
 
 def _with_images(model_input: ModelInput, marked: Messages) -> ModelInput:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from backends import load_on
+from transformers import AutoConfig
 
 from planish.client.local import models_used_together
 from planish.engine import memory
@@ -25,6 +26,7 @@ from planish.model.architecture.weight_sizes import (
     linear_bytes,
     mxfp4_bytes,
     quantized_shapes,
+    unpacked_bytes,
     unquantized_bytes,
 )
 from planish.model.decoder.decoder import Decoder
@@ -33,7 +35,8 @@ from planish.model.kernels.interface.backend import Backend
 from planish.model.layers.quantization import DEQUANTIZATION_BYTES
 from planish.model.sequences.kv_cache import max_pool_bytes
 from planish.service import CreateSampler
-from planish.testing import tiny_model, use_mxfp4
+from planish.testing import tiny_model
+from planish.testing_quantized import use_mxfp4
 
 OF_20B = {
     "vocab_size": 201_088,
@@ -515,6 +518,31 @@ def test_the_memory_plan_of_a_cpu_has_all_copies_of_the_weights(tmp_path, machin
         expected = 3 * unquantized_bytes(config, 2, scheme)
         expected += linear_bytes(config, scheme) if scheme else 0
         assert DeviceMemory(settings).claim(tmp_path).weight_bytes == expected
+
+
+def test_a_table_of_inputs_per_layer_has_one_copy(tmp_path, machine):
+    """The sizes are those of Gemma 4 E2B. All copies of the table would take 14 GB."""
+    machine(32 * GIB)
+    config = AutoConfig.for_model(
+        "gemma4_text",
+        hidden_size=1536,
+        intermediate_size=6144,
+        num_hidden_layers=35,
+        layer_types=([*["sliding_attention"] * 4, "full_attention"] * 7),
+        num_key_value_heads=1,
+        num_kv_shared_layers=20,
+        use_double_wide_mlp=True,
+    )
+    config.architectures = ["Gemma4ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    config = ModelConfig.from_directory(tmp_path)
+    backend = choose_backend(config, torch.bfloat16, torch.device("cpu"), deterministic=False)
+    plan = DeviceMemory(EngineSettings(dtype="bfloat16", device="cpu")).claim(tmp_path)
+    table = 2 * 262144 * 35 * 256
+    assert table <= unpacked_bytes(config, 2) < 1.01 * table
+    one_copy, copies = unquantized_bytes(config, 2, None), backend.weight_copies
+    assert plan.weight_bytes == copies * one_copy - (copies - 1) * unpacked_bytes(config, 2)
+    assert backend.kv_spec.num_layers == 15
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

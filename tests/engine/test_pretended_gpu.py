@@ -31,7 +31,8 @@ from planish.model.kernels.self_test.process import WrongResultError
 from planish.model.kernels.self_test.verdicts import Verdict
 from planish.model.kernels.triton.families import FAMILIES
 from planish.model.layers.lora import LoraLayout
-from planish.testing import tiny_model, use_fp8, use_mxfp4
+from planish.testing import tiny_model
+from planish.testing_quantized import use_fp8, use_mxfp4
 from planish.types import AdamParams, Datum, LoraConfig, ModelInput, SampleResponse
 
 pytestmark = pytest.mark.slow

@@ -42,7 +42,8 @@ from planish.service import (
     SaveWeights,
     SaveWeightsForSampler,
 )
-from planish.testing import CONFIGS, tiny_model, use_fp8, use_mxfp4
+from planish.testing import CONFIGS, tiny_model
+from planish.testing_quantized import use_fp8, use_mxfp4
 from planish.types import (
     AdamParams,
     CheckpointPath,

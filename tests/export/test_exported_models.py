@@ -31,7 +31,8 @@ from planish.export import weights
 from planish.export.adapter_layouts import LoraMatrices
 from planish.export.lora_update import read_adapter
 from planish.export.merging import MergedTensor, RoundingError, merge
-from planish.testing import save_byte_tokenizer, tiny_model, use_fp8, use_mxfp4
+from planish.testing import save_byte_tokenizer, tiny_model
+from planish.testing_quantized import use_fp8, use_mxfp4
 
 FAMILIES = [
     "llama",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from family_tokenizers import template
 from PIL import Image
 
 from planish.errors import UserError
@@ -18,8 +19,8 @@ from planish.renderers import conversation_to_datum, get_renderer, recommended_r
 from planish.renderers.codec import token_bounds
 from planish.renderers.vision import VisionRenderer
 from planish.server.http.routes_checkpoints import tokenizer_files
-from planish.testing import tiny_model
-from planish.testing_vision import tiny_vision_model
+from planish.testing import save_byte_tokenizer, tiny_model
+from planish.testing_vision import GEMMA4_TOKENS, tiny_vision_model
 from planish.tokenizer import load_tokenizer
 from planish.types import EncodedTextChunk, ModelInput
 
@@ -106,6 +107,47 @@ def test_gemma3_writes_empty_lines_around_images(tmp_path):
     marked = "Is\n\n<start_of_image>[9]<end_of_image>\n\nred?<|im_end|>"
     assert marked in shown(prompt, tokenizer)
     assert "No image. " in shown(prompt, tokenizer)
+
+
+GEMMA4_MARKS = ("<bos>", "<|turn>", "<turn|>", "<|tool_response>", "<tool_response|>", '<|"|>')
+
+
+@pytest.fixture
+def gemma4(tmp_path):
+    directory = tiny_vision_model(tmp_path, "gemma4")
+    save_byte_tokenizer(directory, (*GEMMA4_TOKENS, *GEMMA4_MARKS), template("gemma4"))
+    tokenizer = load_tokenizer(directory)
+    tokenizer.bos_token = "<bos>"
+    return tokenizer
+
+
+def test_gemma4_writes_images_as_its_own_template(gemma4):
+    """Its processor in transformers writes the marks and one token for each part of the image."""
+    renderer = get_renderer(recommended_renderer_name(gemma4.name_or_path), gemma4)
+    assert renderer.name == "template"
+    image = {"type": "image"}
+    parts = ["What is ", image, " beside ", image, "? "]
+    texts = [p if isinstance(p, dict) else {"type": "text", "text": p} for p in parts]
+    expected = gemma4.apply_chat_template(
+        [{"role": "user", "content": texts}], tokenize=False, add_generation_prompt=True
+    )
+    for number in (63, 70):
+        expected = expected.replace("<|image|>", f"<|image>[{number}]<image|>", 1)
+    message = user("What is ", png(), " beside ", png(70, 49, "blue"), "? ")
+    prompt = renderer.build_generation_prompt([message])
+    assert shown(prompt, gemma4) == expected
+    answer = {"role": "assistant", "content": "Two images."}
+    tokens, weights = renderer.build_supervised_example([message, answer])
+    trained = [int(weight) for weight in weights].count(1)
+    assert trained == len(gemma4.encode("Two images.<turn|>"))
+    assert tokens.length == prompt.length + trained
+
+
+def test_images_for_which_gemma4_has_no_place_are_errors(gemma4):
+    renderer = get_renderer("template", gemma4)
+    system = {**user("Look at ", png()), "role": "system"}
+    with pytest.raises(UserError, match=r"content\[1\] is an image of a system.*user's message"):
+        renderer.build_generation_prompt([system, user("Hello")])
 
 
 def test_an_image_in_many_prompts_is_decoded_once(directory, monkeypatch):

@@ -31,6 +31,12 @@ LLAMA = [
 ]
 GLM = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
 GLM += ["<|endoftext|>", *CALLS, *THINK, "<arg_key>", "</arg_key>", "<arg_value>"]
+GEMMA4 = ["<bos>", "<eos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>", '<|"|>']
+GEMMA4 += [
+    f"{begin}{name}{end}"
+    for name in ("tool", "tool_call", "tool_response")
+    for begin, end in (("<|", ">"), ("<", "|>"))
+]
 COHERE = ["<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"]
 COHERE += ["<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"]
 
@@ -84,6 +90,7 @@ FAMILIES = {
         eos="<eos>",
         roles="user assistant",
     ),
+    "gemma4": Family(GEMMA4, ["<turn|>", "<|tool_response>"], "gemma4", eos="<eos>"),
     "granite_like": Family(
         ["<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>"],
         ["<|end_of_text|>"],

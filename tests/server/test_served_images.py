@@ -33,7 +33,7 @@ from planish.testing_vision import tiny_vision_model
 from planish.tokenizer import load_tokenizer
 
 VISION, TEXT, KEY = "tiny/vision", "tiny/text", "tml-first"
-QWEN3_5, GEMMA3 = "tiny/qwen3_5", "tiny/gemma3"
+QWEN3_5, GEMMA3, GEMMA4 = "tiny/qwen3_5", "tiny/gemma3", "tiny/gemma4"
 
 
 def png(width: int = 64, height: int = 48, color: str = "red", mode: str = "RGB") -> bytes:
@@ -57,6 +57,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
         VISION: tiny_vision_model(tmp_path_factory.mktemp("vision")),
         QWEN3_5: tiny_vision_model(tmp_path_factory.mktemp("qwen3_5"), "qwen3_5"),
         GEMMA3: tiny_vision_model(tmp_path_factory.mktemp("gemma3"), "gemma3"),
+        GEMMA4: tiny_vision_model(tmp_path_factory.mktemp("gemma4"), "gemma4"),
         TEXT: tiny_model(tmp_path_factory.mktemp("text")),
     }
 
@@ -89,7 +90,7 @@ def http(url) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.mark.parametrize("model", [VISION, QWEN3_5, GEMMA3])
+@pytest.mark.parametrize("model", [VISION, QWEN3_5, GEMMA3, GEMMA4])
 def test_the_openai_client_sends_an_image(client, models, model):
     options: Any = {"temperature": 0, "max_tokens": 5, "logprobs": True}
     messages = image_message(data_url(png()))

@@ -180,9 +180,17 @@ class ModelConfig:
         return tuple(layer for layer in range(self.num_layers) if layer not in recurrent_layers)
 
     @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers with attention whose keys and values are no other layer's, ascending."""
+        if self.hf is None:
+            return self.attention_layers
+        numbers = self.hf.kv_numbers
+        return tuple(self.attention_layers[numbers.index(number)] for number in sorted({*numbers}))
+
+    @property
     def attention_windows(self) -> tuple[int | None, ...]:
-        """The attention window of each layer with attention; empty if no layer has a window."""
-        return tuple(self.windows[layer] for layer in self.attention_layers if self.windows)
+        """The attention window of each of `kv_layers`; empty if no layer has a window."""
+        return tuple(self.windows[layer] for layer in self.kv_layers if self.windows)
 
     def window(self, layer: int) -> int | None:
         """Return the attention window of a layer in positions, or None if it has no window."""
@@ -361,8 +369,10 @@ def _modelopt_fields(directory: Path) -> dict[str, Any]:
 def _eos_token_ids(directory: Path, fields: Mapping[str, Any]) -> tuple[int, ...]:
     generation_config = directory / "generation_config.json"
     eos = read_json(generation_config).get("eos_token_id") if generation_config.is_file() else None
-    if eos is None:
-        eos = fields.get("eos_token_id")
+    # As in transformers, the text model's field counts if the multimodal config has none.
+    for part in (fields, fields.get("text_config")):
+        if eos is None and isinstance(part, Mapping):
+            eos = part.get("eos_token_id")
     token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in token_ids):
         raise DamagedFileError(

@@ -121,6 +121,23 @@ def mxfp4_bytes(config: ModelConfig) -> int:
     return sum(prod(shape) for name, shape in shapes.items() if name.endswith(_MXFP4_SUFFIXES))
 
 
+def unpacked_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Return the bytes of the weights that no linear multiplies by, in a model of model/hf: those of
+    embeddings, such as the inputs per layer of Gemma 4 E2B, and of towers. They have a single copy.
+
+    `itemsize`: as in `weight_bytes`.
+    """
+    if config.hf is None:
+        return 0
+    packed = (f"{config.hf.layers_name}.", f"{config.hf.head_name}.")
+    head_shape = (config.vocab_size, config.hidden_size)
+    return itemsize * sum(
+        prod(shape)
+        for name, shape in config.hf.weight_shapes
+        if not name.startswith(packed) and not (config.tied_head and shape == head_shape)
+    )
+
+
 def unquantized_bytes(config: ModelConfig, itemsize: int, scheme: str | None) -> int:
     """Return the bytes of one copy of all weights, except those that `scheme` quantizes.
 

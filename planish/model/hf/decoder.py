@@ -55,9 +55,9 @@ class TransformersDecoder:
         head = model.get_submodule(self._modules.head_name)
         bias = None if head.bias is None else head.bias.detach()
         self.head = backend.pack([head.weight.detach()], [bias])
-        self._attention_index = {
-            model.get_submodule(name): index
-            for index, name in enumerate(self._modules.attention_names)
+        names, numbers = self._modules.attention_names, self._modules.kv_numbers
+        self._kv_numbers = {
+            model.get_submodule(name): number for name, number in zip(names, numbers, strict=True)
         }
         layers = model.get_submodule(self._modules.layers_name)
         for index, layer in enumerate(layers.children()):
@@ -105,15 +105,15 @@ class TransformersDecoder:
         They are multiplied by the model's factor of logits. A checkpoint has one layer.
         """
         recompute = layers_per_checkpoint > 0
-        run = HFForwardPass(
-            self.backend, attend, adapters, self._attention_index, recurrence, recompute
-        )
+        run = HFForwardPass(self.backend, attend, adapters, self._kv_numbers, recurrence, recompute)
         inputs: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None]}
         if positions.dim() == 2:
             assert self.vision is not None
+            assert self._modules.vision is not None
             embed: nn.Module = self._model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
             inputs = self.vision.inputs(tokens, embed)
-            inputs["position_ids"] = positions[:, None]
+            has_mrope = bool(self._modules.vision.mrope_section)
+            inputs["position_ids"] = positions[:, None] if has_mrope else positions[:1]
         with run.running():
             output = self._model(**inputs, use_cache=False)
         hidden: Tensor = output.last_hidden_state[0]

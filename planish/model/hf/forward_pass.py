@@ -36,8 +36,10 @@ class HFForwardPass:
     backend: Backend
     attend: Attend
     adapters: LoraWeights | AdapterBatch | None
-    attention_index: Mapping[nn.Module, int]
-    """The number of each module that calls the attention, among the layers with attention."""
+    kv_numbers: Mapping[nn.Module, int]
+    """The number of the keys and values of each module that calls the attention (see
+    `HFModules.kv_numbers`).
+    """
     recurrence: Recurrence | None = None
     """The short convolutions of the rows, for a model that has them."""
     recompute: bool = False
@@ -111,7 +113,8 @@ def attention(
     if abs(factor - 1) > 1e-6:
         q = q * factor
     sinks = () if s_aux is None else (s_aux.float(),)
-    out = run.attend(run.attention_index[module], q, k, v, *sinks)
+    # A layer that shares keys and values stores them again, with the same bits.
+    out = run.attend(run.kv_numbers[module], q, k, v, *sinks)
     return out[None, ..., :value_size], None
 
 

@@ -34,7 +34,7 @@ from planish.model.kernels.interface.backend import Backend, KernelUse, Parts
 from planish.model.kernels.interface.norms import CompiledNorms, SeparateQkNormRope
 from planish.model.kernels.interface.parts import Attention, WeightPacker
 from planish.model.kernels.interface.setting import kernels_setting
-from planish.model.kernels.reference.attentions import TorchAttention, score_bytes
+from planish.model.kernels.reference.attentions import TorchAttention, layered, score_bytes
 from planish.model.kernels.reference.elementwise import TorchActivations, TorchNorms, TorchRope
 from planish.model.kernels.reference.head import TorchHead
 from planish.model.kernels.reference.log_sum_exp import TorchLogSumExp
@@ -291,6 +291,7 @@ def _compose(
     use: KernelUse,
 ) -> Backend:
     workspace_bytes = SORTING_BYTES if Device(device).is_gpu else score_bytes(config)
+    parts = replace(parts, attention=layered(parts.attention, config))
     return Backend(config, dtype, device, tiling, parts, use, workspace_bytes)
 
 

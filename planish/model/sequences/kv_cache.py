@@ -78,7 +78,7 @@ class KVSpec:
     """The shape, dtype and device of the keys and values of one position."""
 
     num_layers: int
-    """The number of layers with attention."""
+    """The number of layers with keys and values of their own."""
     num_heads: int
     head_dim: int
     dtype: torch.dtype
@@ -88,7 +88,7 @@ class KVSpec:
     def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVSpec:
         """Return the KV layout of a model whose keys and values are stored in `dtype`."""
         heads = (config.num_kv_heads, config.head_dim)
-        return cls(len(config.attention_layers), *heads, dtype, device)
+        return cls(len(config.kv_layers), *heads, dtype, device)
 
     @property
     def bytes_per_position(self) -> int:

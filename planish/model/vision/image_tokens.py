@@ -175,9 +175,11 @@ def read_input(
                     f"vocabulary; give token ids from 0 to {registry.vocab_size - 1}"
                 )
             tokens += chunk.tokens
-    if not registry.vision.mrope_section:
+    vision = registry.vision
+    if not vision.mrope_section:
         positions = np.tile(np.arange(len(tokens)), (3, 1))
-        return InputTokens(tokens, tuple(images), positions, _blocks(tokens, images, name))
+        blocks = _blocks(tokens, images, name) if vision.two_way_layers else ()
+        return InputTokens(tokens, tuple(images), positions, blocks)
     return InputTokens(tokens, tuple(images), rope_positions(tokens, images))
 
 

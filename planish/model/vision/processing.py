@@ -116,10 +116,16 @@ class ImageProcessor:
                 "planish[images] and transformers 5.23"
             ) from error
         except Exception as error:  # The loader raises many kinds of errors.
-            raise DamagedFileError(f"{path} is no image processor of Qwen ({error})") from error
+            raise DamagedFileError(
+                f"{path} has no options of {self._class.__name__} ({error}); download it again"
+            ) from error
         if self._vision is not None:
             self._check(processor, self._vision, path)
+        self._adapt(processor)
         return processor
+
+    def _adapt(self, processor: Any) -> None:
+        """Change options of a checked processor."""
 
     @property
     def _class(self) -> Any:
@@ -181,13 +187,83 @@ class Gemma3ImageProcessor(ImageProcessor):
             )
 
 
+class Gemma4ImageProcessor(ImageProcessor):
+    """The image processor of Gemma 4, which resizes an image of any size to about as many tokens."""
+
+    def grid(self, size: tuple[int, int], name: str) -> tuple[int, int]:
+        """Return the numbers of rows and columns of an image's tokens."""
+        from transformers.models.gemma4.image_processing_pil_gemma4 import (
+            get_aspect_ratio_preserving_size,
+        )
+
+        processor = self._processor
+        patch_size, merge_size = processor.patch_size, processor.pooling_kernel_size
+        max_patches = processor.max_soft_tokens * merge_size**2
+        try:
+            height, width = get_aspect_ratio_preserving_size(
+                size[1], size[0], patch_size, max_patches, merge_size
+            )
+        except ValueError as error:
+            raise UserError(f"{name} has {size[0]} x {size[1]} pixels: {error}") from error
+        return height // (patch_size * merge_size), width // (patch_size * merge_size)
+
+    def inputs(self, image: Any) -> dict[str, Tensor]:
+        """Return the arguments of the tower for an image: its patches, float32 [1, N, numbers],
+        and their columns and rows, int64 [1, N, 2]. Those of padding are -1.
+        """
+        features = self._processor(images=[image], return_tensors="pt")
+        return {name: features[name] for name in ("pixel_values", "image_position_ids")}
+
+    @property
+    def _class(self) -> Any:
+        """transformers' class of the image processor."""
+        from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+        return Gemma4ImageProcessorPil
+
+    def _check(self, processor: Any, vision: VisionConfig, path: Path) -> None:
+        """Raise an error if the processor's options do not fit the tower."""
+        if not processor.do_resize:
+            raise UnsupportedError(f"do_resize is false in {path}; set it to true")
+        found = (processor.patch_size, processor.pooling_kernel_size)
+        if found != (vision.patch_size, vision.merge_size):
+            raise DamagedFileError(
+                f"{path} has patch_size and pooling_kernel_size {found}, and config.json has "
+                f"{(vision.patch_size, vision.merge_size)}; download both files of one model"
+            )
+
+
+class Gemma4UnifiedImageProcessor(Gemma4ImageProcessor):
+    """The image processor of the unified models of Gemma 4, whose patches have the size of a token.
+
+    transformers' own class for them needs torchvision. It reads small patches and joins those of a
+    token, which gives large patches.
+    """
+
+    def _adapt(self, processor: Any) -> None:
+        """Make the patches large."""
+        processor.patch_size *= processor.pooling_kernel_size
+        processor.pooling_kernel_size = 1
+
+
+_CLASSES: dict[str, type[ImageProcessor]] = {
+    "qwen": ImageProcessor,
+    "gemma3": Gemma3ImageProcessor,
+    "gemma4": Gemma4ImageProcessor,
+    "gemma4_unified": Gemma4UnifiedImageProcessor,
+}
+"""The classes by `VisionConfig.processor`."""
+_KINDS = (("Gemma4Unified", "gemma4_unified"), ("Gemma4", "gemma4"), ("Gemma3", "gemma3"))
+"""The beginnings of `image_processor_type`, and the kinds of processor. The first one counts."""
+
+
 def image_processor(directory: Path, vision: VisionConfig | None = None) -> ImageProcessor:
     """Return the image processor in a directory. `vision`: the vision tower, if it is known."""
-    if vision is None:
-        is_gemma3 = str(_option_of(directory, "image_processor_type")).startswith("Gemma3")
-    else:
-        is_gemma3 = vision.image_size is not None
-    return (Gemma3ImageProcessor if is_gemma3 else ImageProcessor)(directory, vision)
+    if vision is not None:
+        return _CLASSES[vision.processor](directory, vision)
+    name = str(_option_of(directory, "image_processor_type"))
+    kind = next((kind for beginning, kind in _KINDS if name.startswith(beginning)), "qwen")
+    return _CLASSES[kind](directory)
 
 
 def _option_of(directory: Path, option: str) -> Any:

@@ -89,6 +89,12 @@ class VisionTower:
         """
         rows = self.embed(tokens, embedding)
         arguments: dict[str, Any] = {"inputs_embeds": rows.embeddings[None]}
+        stand_in = self._registry.vision.per_layer_token
+        if stand_in is not None:
+            text = tokens.masked_fill(rows.is_image, stand_in)
+            arguments["per_layer_inputs"] = self._model.language_model.get_per_layer_inputs(
+                text[None]
+            )
         if rows.deepstack:
             arguments["visual_pos_masks"] = rows.is_image[None]
             arguments["deepstack_visual_embeds"] = rows.deepstack

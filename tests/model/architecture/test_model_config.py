@@ -19,6 +19,7 @@ from planish.model.architecture.hf_config.rope_config import (
 )
 from planish.model.layers.rope import inverse_frequencies
 from planish.testing import EOS_TOKEN_ID, tiny_model
+from planish.testing_vision import tiny_vision_model
 
 LLAMA3_SCALING = {
     "rope_type": "llama3",
@@ -335,6 +336,19 @@ def test_generation_config_takes_precedence_for_end_of_sequence(tmp_path):
         json.dumps({"eos_token_id": [151645, 151643, 151645]})
     )
     assert ModelConfig.from_directory(directory).eos_token_ids == (151645, 151643)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_vl"])
+def test_end_of_sequence_tokens_of_the_text_model_count(tmp_path, model_type):
+    """As in transformers, if neither generation_config.json nor the outer config names any."""
+    directory = tiny_vision_model(tmp_path, model_type)
+    (directory / "generation_config.json").unlink()
+    fields = json.loads((directory / "config.json").read_text())
+    fields["text_config"]["eos_token_id"] = [257, 256]
+    for outer, expected in ((None, (257, 256)), (255, (255,))):
+        fields["eos_token_id"] = outer
+        (directory / "config.json").write_text(json.dumps(fields))
+        assert ModelConfig.from_directory(directory).eos_token_ids == expected
 
 
 def test_a_model_without_end_of_sequence_tokens_has_none(tmp_path):

@@ -20,7 +20,8 @@ from planish.model.kernels.cpp import ops
 from planish.model.layers.quantization import Mxfp4Weight, check_quantizable
 from planish.model.sequences.prefix_tree import pack
 from planish.model.sources.weights import load_weights
-from planish.testing import save_weights, tiny_model, use_mxfp4
+from planish.testing import save_weights, tiny_model
+from planish.testing_quantized import use_mxfp4
 
 OF_20B: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],

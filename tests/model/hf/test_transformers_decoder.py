@@ -42,6 +42,7 @@ FAMILIES = [
     "lfm2_moe",
     "lfm3",
     "gemma4",
+    "gemma3n_text",
 ]
 
 
@@ -173,7 +174,7 @@ def test_samples_of_two_adapters_in_one_batch_equal_those_of_each_alone(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["olmo2", "mixtral", "lfm2"])
+@pytest.mark.parametrize("family", ["olmo2", "mixtral", "lfm2", "gemma4"])
 def test_recomputing_layers_gives_the_same_gradient(tmp_path, family):
     tiny_transformers_model(tmp_path, family)
     decoder = load(tmp_path)

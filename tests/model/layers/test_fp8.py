@@ -27,7 +27,8 @@ from planish.model.kernels.reference.matmuls import TorchPacker
 from planish.model.layers.linear import QuantizedLinear
 from planish.model.layers.quantization import Fp8Weight
 from planish.model.sources.weights import load_weights
-from planish.testing import save_weights, tiny_model, use_fp8
+from planish.testing import save_weights, tiny_model
+from planish.testing_quantized import use_fp8
 
 QWEN = {
     "activation_scheme": "dynamic",

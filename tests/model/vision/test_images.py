@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from variants import slow_after
 
@@ -48,10 +49,11 @@ from planish.types import (
 
 CPU = torch.device("cpu")
 MODEL_TYPES = [
-    *("qwen3_vl", "gemma3", "qwen3_5", "qwen2_5_vl", "qwen2_vl", "qwen3_vl_moe", "qwen3_5_moe")
+    *("qwen3_vl", "gemma3", "gemma4", "gemma4_moe", "qwen3_5", "qwen2_5_vl", "qwen2_vl"),
+    *("gemma4_unified", "qwen3_vl_moe", "qwen3_5_moe"),
 ]
 START, END, IMAGE = 270, 271, 272
-VISION_MODULES = r".*\b(visual|vision_tower|multi_modal_projector)\..*"
+VISION_MODULES = r".*\b(visual|vision_tower|multi_modal_projector|embed_vision)\..*"
 TEXT_TOKENS = 256
 
 
@@ -107,14 +109,41 @@ def random_adapter(decoder: BaseDecoder, seed: int = 0) -> Adapter:
     return Adapter(layout, decoder.backend, layout.init(seed) + noise)
 
 
+PROCESSORS = {
+    "gemma3": Gemma3ImageProcessorPil,
+    "gemma4": Gemma4ImageProcessorPil,
+    "gemma4_unified": Gemma4ImageProcessorPil,
+}
+
+
+def joined_patches(features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the patches of each token joined to one, for the unified models of Gemma 4."""
+    images, positions = [], []
+    for patches, places in zip(
+        features["pixel_values"], features["image_position_ids"], strict=True
+    ):
+        tokens: dict[tuple[int, int], torch.Tensor] = {}
+        for patch, (x, y) in zip(patches.view(-1, 4, 4, 3), places.tolist(), strict=True):
+            if x >= 0:
+                token = tokens.setdefault((y // 3, x // 3), torch.zeros(12, 12, 3))
+                row, column = 4 * (y % 3), 4 * (x % 3)
+                token[row : row + 4, column : column + 4] = patch
+        ordered = sorted(tokens)
+        padding = 70 - len(ordered)
+        images.append(torch.stack([tokens[place] for place in ordered]).flatten(1))
+        images[-1] = torch.cat([images[-1], torch.zeros(padding, 432)])
+        positions.append(torch.tensor([[x, y] for y, x in ordered] + [[-1, -1]] * padding))
+    return {"pixel_values": torch.stack(images), "image_position_ids": torch.stack(positions)}
+
+
 class Reference:
     """transformers' model with PEFT's adapter, and its image processor."""
 
     def __init__(self, path, layout: LoraLayout, master: torch.Tensor) -> None:
         base: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-        self.is_gemma3 = base.config.model_type == "gemma3"
-        processors = (Qwen2VLImageProcessorPil, Gemma3ImageProcessorPil)
-        self.processor = processors[self.is_gemma3].from_pretrained(path)
+        self.model_type, self.base = base.config.model_type, base
+        processor = PROCESSORS.get(self.model_type, Qwen2VLImageProcessorPil)
+        self.processor = processor.from_pretrained(path)
         fields = peft_config(layout, "")
         options = PeftConfig(
             r=layout.lora_config.rank,
@@ -145,18 +174,34 @@ class Reference:
                 tokens += chunk.tokens
                 continue
             images.append(Image.open(io.BytesIO(chunk.data)))
-            if self.is_gemma3:
-                tokens += [IMAGE] * 9
-                continue
-            grid = self.processor(images=[images[-1]], return_tensors="pt")["image_grid_thw"]
-            tokens += [IMAGE] * (int(grid.prod()) // 4)
+            tokens += [IMAGE] * self.num_tokens(images[-1])
         arguments = dict(self.processor(images=images, return_tensors="pt")) if images else {}
         ids = torch.tensor([tokens])
         if images:
-            kinds = "token_type_ids" if self.is_gemma3 else "mm_token_type_ids"
+            kinds = "token_type_ids" if self.model_type == "gemma3" else "mm_token_type_ids"
             arguments[kinds] = (ids == IMAGE).int()
             arguments.pop("num_crops", None)
+            arguments.pop("num_soft_tokens_per_image", None)
+        if images and self.model_type == "gemma4_unified":
+            arguments |= joined_patches(arguments)
+            # As in `generate`. Without it, layers without a window would attend in both directions.
+            arguments["attention_mask"] = self.base.create_masks_for_generate(
+                self.base.config,
+                torch.zeros(1, len(tokens), 1),
+                None,
+                None,
+                torch.arange(len(tokens))[None],
+                arguments["mm_token_type_ids"],
+            )
         return tokens, self.model(input_ids=ids, use_cache=False, **arguments).logits[0].float()
+
+    def num_tokens(self, picture: Image.Image) -> int:
+        if self.model_type == "gemma3":
+            return 9
+        features = self.processor(images=[picture], return_tensors="pt")
+        if "num_soft_tokens_per_image" in features:
+            return int(features["num_soft_tokens_per_image"][0])
+        return int(features["image_grid_thw"].prod()) // 4
 
     def logprobs(self, model_input: ModelInput, targets: list[int]) -> torch.Tensor:
         _, logits = self.logits(model_input)
@@ -190,7 +235,7 @@ def sample(sampler: Sampler, adapter, model_input: ModelInput, **options) -> Sam
     return future.result()
 
 
-@pytest.mark.parametrize("model_type", slow_after(3, MODEL_TYPES))
+@pytest.mark.parametrize("model_type", slow_after(5, MODEL_TYPES))
 def test_logprobs_and_gradients_equal_peft(tmp_path, model_type):
     tiny_vision_model(tmp_path, model_type)
     decoder = load(tmp_path)
@@ -213,13 +258,13 @@ def test_logprobs_and_gradients_equal_peft(tmp_path, model_type):
         torch.testing.assert_close(found, expected, atol=1e-4 * largest, rtol=1e-3)
 
 
-@pytest.mark.parametrize("model_type", slow_after(2, MODEL_TYPES))
+@pytest.mark.parametrize("model_type", slow_after(4, MODEL_TYPES))
 def test_sampled_and_trained_logprobs_agree(tmp_path, model_type):
     tiny_vision_model(tmp_path, model_type)
     decoder = load(tmp_path)
     adapter = random_adapter(decoder)
     # The prompt has several chunks of the prefix cache, and several steps prefill it.
-    settings = SamplerSettings(max_prefill_tokens_per_step=64)
+    settings = SamplerSettings(max_prefill_tokens_per_step=80)
     sampler = Sampler(decoder, settings, str)
     model_input = prompt(text(50, 1), image(96, 96), text(20, 2), image(64, 48, 1), text(60, 3))
     length = len(read_input(model_input, decoder.images).tokens)
@@ -317,6 +362,66 @@ def test_positions_equal_transformers(tmp_path, model_type):
         )
         np.testing.assert_array_equal(tokens.rope_positions, positions[:, 0].numpy())
         assert tokens.rope_offset == int(offset)
+
+
+def test_two_adapters_share_the_layers_and_images_of_gemma4(tmp_path):
+    """Samples of two adapters in one batch equal those of each alone, also with cached prefixes."""
+    decoder = load(tiny_vision_model(tmp_path, "gemma4"))
+    assert decoder.backend.kv_spec.num_layers == 2  # Two of four layers have none of their own.
+    adapters = [random_adapter(decoder, seed) for seed in (1, 2)]
+    model_input = prompt(text(90, 1), image(), text(60, 2))
+    sampler = Sampler(decoder, SamplerSettings(), str)
+    params = SamplingParams(max_tokens=6, seed=3, stop=[])
+    op = Sample("nobody", model_input, 2, params)
+    futures: list[Future[SampleResponse]] = [Future() for _ in adapters]
+    for adapter, future in zip(adapters, futures, strict=True):
+        sampler.submit(op, adapter.snapshot(), str(id(adapter)), future)
+    while sampler.busy:
+        sampler.step()
+    logprobs = []
+    for adapter, future in zip(adapters, futures, strict=True):
+        alone: Future[SampleResponse] = Future()
+        fresh = Sampler(decoder, SamplerSettings(), str)
+        for sampling, expected_hits in ((fresh, 0), (sampler, 192)):
+            sampling.submit(op, adapter.snapshot(), str(id(adapter)), alone)
+            while not alone.done():
+                sampling.step()
+            response = alone.result()
+            assert response.prompt_cache_hit_tokens == expected_hits
+            for found, expected in zip(future.result().sequences, response.sequences, strict=True):
+                assert found.tokens == expected.tokens
+                assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+            alone = Future()
+        logprobs.append(future.result().sequences[0].logprobs)
+    assert logprobs[0] != logprobs[1]
+    assert decoder.vision is not None
+    assert decoder.vision.num_runs == 1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "problem"),
+    [
+        ("gemma4", {"patch_size": 8}, r"pooling_kernel_size \(8, 3\).* has \(4, 3\)"),
+        ("gemma4_unified", {"pooling_kernel_size": 2}, r"\(4, 2\), and config.json has \(4, 3\)"),
+        ("gemma4", {"do_resize": False}, "do_resize is false"),
+        ("gemma4", {"max_soft_tokens": 71}, "no options of Gemma4ImageProcessorPil"),
+    ],
+)
+def test_options_that_do_not_fit_gemma4_are_errors(tmp_path, model_type, change, problem):
+    path = tiny_vision_model(tmp_path, model_type) / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    decoder = load(tmp_path)
+    with pytest.raises(UserError, match=problem):
+        read_input(prompt(image()), decoder.images)
+
+
+def test_inputs_per_layer_need_a_padding_token(tmp_path):
+    path = tiny_vision_model(tmp_path, "gemma4") / "config.json"
+    fields = json.loads(path.read_text())
+    fields["text_config"]["pad_token_id"] = None
+    path.write_text(json.dumps(fields))
+    with pytest.raises(UnsupportedError, match="pad_token_id is missing in text_config"):
+        ModelConfig.from_directory(tmp_path)
 
 
 def test_gemma3_reads_an_image_in_one_step(tmp_path):

@@ -40,7 +40,7 @@ from planish.model.architecture.inspection.probing import (
 )
 from planish.model.architecture.inspection.vision import (
     auto_class,
-    is_multimodal_type,
+    is_vision_type,
     vision_modules,
 )
 
@@ -162,7 +162,7 @@ def hf_config(directory: Path, fields: Mapping[str, Any]) -> Any:
         )
     names = (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-        if is_multimodal_type(model_type)
+        if is_vision_type(model_type)
         else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     )
     known = names.get(str(model_type), ())
@@ -188,7 +188,7 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
     Raises UnsupportedError with the reason if planish cannot run the model.
     """
     text_config = config.get_text_config(decoder=True)
-    vision, is_multimodal = vision_modules(config), is_multimodal_type(config.model_type)
+    vision, is_multimodal = vision_modules(config), is_vision_type(config.model_type)
     if text_config is not config and not is_multimodal:
         raise UnsupportedError(
             f"{type(config).__name__} contains several models, and planish runs text models only"
@@ -232,6 +232,7 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
             head_name=head_name,
             layers=layers,
             attention_names=tuple(call.module_name for call in calls),
+            kv_numbers=_kv_numbers(calls),
             weight_shapes=weight_shapes,
             settings_digest=settings_digest,
             head_scale=head_function.scale,
@@ -260,7 +261,7 @@ def meta_model(config: Any) -> Any:
 
     try:
         with torch.device("meta"):
-            model = auto_class(is_multimodal_type(config.model_type)).from_config(
+            model = auto_class(is_vision_type(config.model_type)).from_config(
                 config, attn_implementation="eager"
             )
     except Exception as error:  # Model classes raise many kinds of errors for odd configs.
@@ -429,6 +430,23 @@ def _check_attention(calls: list[AttentionCall]) -> None:
                 f"key-value heads, and another layer has {num_kv_heads} key-value heads; planish "
                 "needs multiples"
             )
+
+
+def _kv_numbers(calls: Sequence[AttentionCall]) -> tuple[int, ...]:
+    """Return the number of the keys and values of each call (see `HFModules.kv_numbers`).
+
+    Raises UnsupportedError if a layer reads those of another layer through another window.
+    """
+    numbers: list[int] = []
+    for call in calls:
+        source = call.kv_source
+        if source is not None and call.window != calls[source].window:
+            raise UnsupportedError(
+                f"{call.module_name} reads the keys and values of {calls[source].module_name}, and "
+                "the two have different attention windows"
+            )
+        numbers.append(max(numbers, default=-1) + 1 if source is None else numbers[source])
+    return tuple(numbers)
 
 
 def _experts_per_token(config: Any) -> int:

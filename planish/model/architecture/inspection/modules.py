@@ -59,6 +59,10 @@ class HFModules:
     """The linears of each decoder layer that adapters can train, in the order of the modules."""
     attention_names: tuple[str, ...]
     """The name of the module that calls the attention, for each layer with attention."""
+    kv_numbers: tuple[int, ...]
+    """The number of the keys and values that each layer with attention reads. Layers that share
+    keys and values have the same number (Gemma 3n, Gemma 4 E2B and E4B).
+    """
     weight_shapes: tuple[tuple[str, tuple[int, ...]], ...]
     """The name and shape of each weight in transformers' modules."""
     settings_digest: str

@@ -42,6 +42,8 @@ class AttentionCall:
     softcap: float | None
     """The limit of the scores (Gemma 2). None: no limit."""
     has_sinks: bool
+    kv_source: int | None
+    """The number of the earlier call whose keys and values this call reads. None: its own."""
 
 
 class AttentionRecorder:
@@ -50,6 +52,7 @@ class AttentionRecorder:
     def __init__(self, model: Any) -> None:
         self._names = {module: name for name, module in model.named_modules()}
         self.calls: list[AttentionCall] = []
+        self._keys_and_values: list[tuple[Any, Any]] = []
 
     def __call__(
         self,
@@ -84,6 +87,9 @@ class AttentionRecorder:
         if (attention_mask is not None and mask is None) or (mask is None and not causal):
             raise UnsupportedError("its attention has a mask of its own or is not causal")
         window = sliding_window if mask is None else mask.window
+        earlier = enumerate(self._keys_and_values)
+        source = next((i for i, (k, v) in earlier if k is key and v is value), None)
+        self._keys_and_values.append((key, value))
         self.calls.append(
             AttentionCall(
                 self._names[module],
@@ -94,6 +100,7 @@ class AttentionRecorder:
                 window,
                 softcap,
                 s_aux is not None,
+                source,
             )
         )
         shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
@@ -119,12 +126,22 @@ def record_attention(model: Any, base: Any, max_context: int) -> list[AttentionC
         def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             return torch.empty_like(hidden)
 
+    class RecordedMask(torch.Tensor):
+        planish_mask: CausalMask
+
+        def __getitem__(self, index: Any) -> Any:
+            # Layers with shared keys and values get a slice with all rows (Gemma 4).
+            part = super().__getitem__(index).as_subclass(RecordedMask)
+            part.planish_mask = self.planish_mask
+            return part
+
     def recorded_mask(mask_function: Any, **arguments: Any) -> torch.Tensor:
-        mask = torch.empty(1, 1, _PROBE_TOKENS, _PROBE_TOKENS, dtype=torch.bool)
+        shape = (1, 1, _PROBE_TOKENS, _PROBE_TOKENS)
+        mask = torch.empty(shape, dtype=torch.bool).as_subclass(RecordedMask)
         # A context of one chunk has causal attention.
         is_chunked = bool(getattr(model.config, "attention_chunk_size", None))
         read = CausalMask(None) if is_chunked else _read_mask(mask_function, max_context)
-        mask.planish_mask = read  # type: ignore[attr-defined]
+        mask.planish_mask = read
         return mask
 
     for module in list(model.modules()):
@@ -140,11 +157,13 @@ def record_attention(model: Any, base: Any, max_context: int) -> list[AttentionC
     model.config._attn_implementation = "planish_recorder"
     model.config.pad_token_id = None  # Some models look for padding in the values of tokens.
     try:
-        # Packed sequences are found by the values of positions, which a meta tensor lacks.
+        # Packed sequences are found by the values of positions, which a meta tensor lacks. So are
+        # invalid arguments of a distribution (Gemma 3n).
         with (
             torch.no_grad(),
             torch.device("meta"),
             patch.object(masking_utils, "find_packed_sequence_indices", lambda positions: None),
+            patch.object(torch.distributions.Distribution, "_validate_args", False),
         ):
             tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
             positions = torch.arange(_PROBE_TOKENS)[None]

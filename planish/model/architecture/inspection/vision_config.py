@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isqrt
-from typing import Any
+from typing import Any, Literal
 
 from planish.errors import DamagedFileError, UnsupportedError
 
@@ -27,9 +27,19 @@ class VisionConfig:
     """The numbers of RoPE frequencies that rotate by time, height and width (mRoPE). Empty: an
     image's tokens have consecutive positions, as text has.
     """
+    processor: Literal["qwen", "gemma3", "gemma4", "gemma4_unified"] = "qwen"
+    """The kind of the image processor."""
     image_size: int | None = None
     """The width and height to which every image is resized (Gemma 3). None: the number of an image's
     tokens depends on its size.
+    """
+    two_way_layers: tuple[int, ...] = ()
+    """The decoder layers in which an image's tokens also attend to later tokens of the image: all
+    of Gemma 3, and those with a window in the larger models of Gemma 4.
+    """
+    per_layer_token: int | None = None
+    """The token whose inputs per layer the tokens of an image get (Gemma 4 E2B and E4B). None: the
+    layers have no inputs of their own.
     """
     num_weights: int = 0
     """An estimate of the number of the tower's weights; 0 if `HFModules.weight_shapes` has them."""
@@ -88,7 +98,7 @@ def read_vision_config(fields: Mapping[str, Any]) -> VisionConfig | None:
 
 
 def _gemma3(fields: Mapping[str, Any], vision: Mapping[str, Any]) -> VisionConfig:
-    vision = {**_SIGLIP, **vision}
+    vision, text = {**_SIGLIP, **vision}, fields.get("text_config") or {}
     # Published configs call this field image_token_index.
     token = fields.get("image_token_id", fields.get("image_token_index", 262144))
     num_tokens = _positive({"mm_tokens_per_image": 256, **fields}, "mm_tokens_per_image")
@@ -101,13 +111,16 @@ def _gemma3(fields: Mapping[str, Any], vision: Mapping[str, Any]) -> VisionConfi
             f"an image of {image_size} pixels in patches of {patch_size}"
         )
     width, inner = _positive(vision, "hidden_size"), _positive(vision, "intermediate_size")
+    num_layers = _positive({"num_hidden_layers": 26, **text}, "num_hidden_layers")
     return VisionConfig(
         image_token=_positive({"image_token_id": token}, "image_token_id"),
         patch_size=patch_size,
         temporal_patch_size=1,
         merge_size=merge_size,
         hidden_size=width,
+        processor="gemma3",
         image_size=image_size,
+        two_way_layers=tuple(range(num_layers)),
         num_weights=_positive(vision, "num_hidden_layers") * (4 * width**2 + 2 * width * inner),
     )
 
