@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -122,6 +123,8 @@ class Breaking(Plain):
                 os.kill(os.getpid(), signal.SIGKILL)
             case "computes":
                 threading.Event().wait(60)
+            case "matches":  # holds the interpreter lock
+                re.match(r"(a+)+$", "a" * 40 + "b")
 
 
 @dataclass
@@ -175,7 +178,7 @@ def bad(what: str, size: int = 4, at: int = 1, again: str = "") -> list[list[str
 @dataclass
 class Files(Group):
     """Writes files to `directory`, which other processes can see. "once" kills the first process
-    that runs the group.
+    that runs the group, "computes once" and "matches once" block it.
     """
 
     directory: str = ""
@@ -185,6 +188,9 @@ class Files(Group):
         return await super().make_envs()
 
     def _env(self, what: str) -> Env:
+        if what in ("computes once", "matches once"):
+            what = "" if self._exists("blocked") else what.removesuffix(" once")
+            self._write("blocked", "")
         if what == "once":
             what = "" if self._exists("killed") else "killed"
             self._write("killed", "")

@@ -4,6 +4,7 @@ Most tests share a pool, because a process takes a second or two to start.
 """
 
 import asyncio
+import faulthandler
 import functools
 import logging
 import os
@@ -33,7 +34,9 @@ from rollout_fakes import (
 
 from planish import logtree
 from planish.errors import EngineClosedError, UserError
+from planish.rl.rollout.group_rollout import during_time_limit
 from planish.rl.rollout.processes import process as process_module
+from planish.rl.rollout.processes.loop_watch import LoopWatch
 from planish.rl.rollout.processes.peer import RolloutProcessError
 from planish.rl.rollout.processes.pool import RolloutPool
 from planish.rl.rollout.processes.process import ProcessDiedError, RolloutProcess
@@ -390,6 +393,41 @@ def test_failures_of_a_dropped_group_are_returned(play):
 def test_a_dead_process_is_detected_although_its_socket_is_open(play):
     with pytest.raises(ProcessDiedError):
         play(Group(plan=bad("forks")))
+
+
+@pytest.mark.parametrize("what", ["computes once", "matches once"])
+def test_an_environment_that_blocks_its_process_has_failed_after_the_time_limit(
+    play, tmp_path, what
+):
+    builder = Files(plan=bad(what), directory=str(tmp_path))
+    group = play(builder, Draws(), RetryOnFailure(per_rollout_timeout=1.0))
+    (error,) = group.rollout_errors
+    assert error.error_type == "ProcessDiedError"
+    assert "an environment blocked it for longer than per_rollout_timeout" in error.error_message
+    assert len(group.trajectories_G) == 4
+
+
+def test_a_process_may_be_blocked_outside_of_time_limits(monkeypatch):
+    armed: list[float | None] = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda s, exit: armed.append(s))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: armed.append(None))
+    watch = LoopWatch()
+    with watch.group():
+        assert armed[-1] is None  # make_envs
+        during = during_time_limit.get()
+        with during(3.0):
+            assert armed[-1] == 8.0
+            with during(4.0):
+                assert armed[-1] == 9.0
+            assert armed[-1] == 8.0
+            with watch.group():
+                assert armed[-1] is None  # the other group's make_envs
+                with during_time_limit.get()(None):
+                    assert armed[-1] is None
+                with during_time_limit.get()(6.0):
+                    assert armed[-1] == 11.0
+            assert armed[-1] == 8.0
+        assert armed[-1] is None
 
 
 def test_a_pool_can_be_closed_while_an_environment_blocks(monkeypatch, tmp_path):

@@ -21,7 +21,8 @@ import asyncio
 import logging
 import textwrap
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TypeVar
@@ -35,6 +36,12 @@ from planish.rl.rollout.strategy import RolloutStrategy
 from planish.rl.types import Env, EnvGroupBuilder, RolloutError, Trajectory
 
 T = TypeVar("T")
+
+DuringTimeLimit = Callable[[float | None], AbstractContextManager[None]]
+during_time_limit: ContextVar[DuringTimeLimit] = ContextVar(
+    "during_time_limit", default=lambda _: nullcontext()
+)
+"""Makes a context in which a block with a time limit of so many seconds runs; None = no limit."""
 
 logger = logging.getLogger(__name__)
 
@@ -231,8 +238,9 @@ async def time_limit(name: str, seconds: float | None) -> AsyncGenerator[None]:
     """
     clock = asyncio.timeout(seconds)
     try:
-        async with clock:
-            yield
+        with during_time_limit.get()(seconds):
+            async with clock:
+                yield
     except TimeoutError:
         if not clock.expired():
             raise

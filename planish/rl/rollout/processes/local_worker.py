@@ -56,6 +56,11 @@ class LocalWorker:
 
 def describe_exit(exit_code: int | None) -> str:
     """Return an exit code in words, with the name of the signal if one ended the process."""
+    if exit_code == 1:
+        return (
+            "exit code 1; its output says why, also if an environment blocked it for longer than "
+            "per_rollout_timeout"
+        )
     if exit_code is None or exit_code >= 0:
         return f"exit code {exit_code}"
     try:

@@ -26,6 +26,7 @@ from planish import logtree
 from planish.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from planish.errors import UserError
 from planish.rl.limits import TerminationRewardPolicy
+from planish.rl.rollout.processes.loop_watch import LoopWatch
 from planish.rl.rollout.processes.peer import GRACE_SECONDS, Call, Peer
 from planish.rl.rollout.rollouts import do_group_rollout
 from planish.rl.rollout.strategy import RolloutStrategy
@@ -128,12 +129,17 @@ def end_with_parent() -> None:
 
 async def serve(end: socket.socket) -> None:
     """Roll out the groups that the training process asks for."""
-    peer = await Peer.from_socket(end)
+    peer, watch = await Peer.from_socket(end), LoopWatch()
 
     async def answer(call: Call) -> bytes:
-        return await roll_out(call.request, RemotePolicy(peer, call.number))
+        with watch.group():
+            return await roll_out(call.request, RemotePolicy(peer, call.number))
 
-    await peer.serve(answer)
+    watching = asyncio.create_task(watch.run())
+    try:
+        await peer.serve(answer)
+    finally:
+        watching.cancel()
 
 
 async def roll_out(request: RolloutRequest, policy: TokenCompleter) -> bytes:
