@@ -351,14 +351,15 @@ class BaseModels:
             )
         return self._directories.setdefault(name, resolve_model(name, self._mapping))
 
-    def check_memory(self, names: Sequence[str]) -> None:
-        """Raise UserError unless these base models fit on the device together. Nothing is loaded."""
-        directories = [self.directory(name) for name in names]
+    def check_memory(self, names: Sequence[str]) -> dict[str, ModelMemory]:
+        """Return the memory of these base models, by name. Raise UserError unless they fit on the
+        device together. Nothing is loaded.
+        """
+        directories = {name: self.directory(name) for name in names}
         try:
-            for directory in directories:
-                self._memory.claim(directory)
+            return {name: self._memory.claim(path) for name, path in directories.items()}
         finally:
-            for directory in directories:
+            for directory in directories.values():
                 self._memory.release(directory)
 
     def loaded_configs(self) -> dict[str, ModelConfig]:

@@ -26,7 +26,7 @@ from planish.engine.base_models import BaseModels
 from planish.engine.checkpoints.store import CheckpointStore, checkpoint_record, data_directory
 from planish.engine.constraints.grammar import Grammar
 from planish.engine.engine_thread import EngineThread
-from planish.engine.memory import DeviceMemory
+from planish.engine.memory import DeviceMemory, ModelMemory
 from planish.engine.preparation import Preparation
 from planish.engine.replication import AdapterVersion
 from planish.engine.settings import EngineSettings
@@ -164,11 +164,11 @@ class Engine:
         """Number of operations with a substituted loss, by (requested loss, substitute)."""
         return self._preparation.substitutions
 
-    def check_memory(self, base_models: Sequence[str]) -> None:
-        """Raise UserError unless these base models fit on the device together. Call it before one
-        is loaded.
+    def check_memory(self, base_models: Sequence[str]) -> dict[str, ModelMemory]:
+        """Return the memory of these base models, by name. Raise UserError unless they fit on the
+        device together. Call it before one is loaded.
         """
-        self._base_models.check_memory(base_models)
+        return self._base_models.check_memory(base_models)
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
         """Return the available base models.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -14,9 +15,10 @@ from planish.engine.constraints.grammar import Grammar
 from planish.engine.engine import Engine
 from planish.engine.memory import DeviceMemory
 from planish.engine.replication import CompileConstraint, CreateVersionSampler, ExportedWeights
-from planish.engine.settings import EngineSettings
+from planish.engine.settings import EngineSettings, choose_device
 from planish.errors import PlanishError
 from planish.fleet.link import (
+    EngineMemory,
     EngineOptions,
     EngineStatus,
     Event,
@@ -70,7 +72,10 @@ class EngineHost:
         the base models.
         """
         self._engine = new_engine(options)
-        self._engine.check_memory(list(options.models or {}))
+        device = choose_device(dict(options.settings).get("device", "auto"))
+        self._memory = EngineMemory(
+            str(device), self._engine.check_memory(list(options.models or {}))
+        )
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="planish-export")
         self._futures: dict[int, Future[Any]] = {}
@@ -125,8 +130,14 @@ class EngineHost:
         return future is not None and future.cancel()
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a method of the engine, such as "checkpoints", and return its result."""
-        return getattr(self._engine, name)(*args)
+        """Call a method of the engine, such as "checkpoints" or "administration.adapter_bytes", and
+        return its result.
+        """
+        return attrgetter(name)(self._engine)(*args)
+
+    def memory(self) -> EngineMemory:
+        """Return the memory of the base models that this engine was started with."""
+        return self._memory
 
     def close(self, finish: bool) -> None:
         """Close the engine."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from planish.engine.memory import ModelMemory
 from planish.errors import EngineClosedError, PlanishError
 from planish.service import SampledToken
 
@@ -27,6 +28,15 @@ class EngineOptions:
     """The maximum memory of all adapters of a server. None: the engine does not belong to a server.
     An engine of a server knows the base models in `models` only.
     """
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """The memory that an engine has planned for base models (engine/memory.py)."""
+
+    device: str
+    models: Mapping[str, ModelMemory]
+    """The memory of each base model, by name."""
 
 
 @dataclass(frozen=True)

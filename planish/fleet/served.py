@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
 from planish.engine.administration import Administration
 from planish.engine.base_models import BaseModels
 from planish.engine.checkpoints.store import CheckpointStore, data_directory
@@ -19,10 +21,17 @@ from planish.engine.settings import EngineSettings
 from planish.fleet.drained import write_drained
 from planish.fleet.fleet import Fleet
 from planish.fleet.futures import RemoteFuture
-from planish.fleet.link import EngineOptions, Link, ReplicaLostError
+from planish.fleet.link import EngineMemory, EngineOptions, Link, ReplicaLostError
 from planish.fleet.replica import Replica
 from planish.fleet.replica_set import ReplicaSet
-from planish.service import DeferredForwardBackward, ForwardBackward, Operation, Sample
+from planish.service import (
+    AdapterBytes,
+    DeferredForwardBackward,
+    ForwardBackward,
+    Operation,
+    Sample,
+)
+from planish.types import LoraConfig
 
 R = TypeVar("R")
 
@@ -33,11 +42,19 @@ class FleetAdministration(Administration):
     def __init__(self, options: EngineOptions, replicas: ReplicaSet) -> None:
         """Use the files of the engines with these options."""
         settings = EngineSettings(**dict(options.settings))
-        base_models = BaseModels(
-            dict(options.models or {}), settings, DeviceMemory(settings), only_these=True
-        )
+        # This process loads no base model, so it needs no GPU.
+        memory = DeviceMemory(settings, device=torch.device("cpu"))
+        base_models = BaseModels(dict(options.models or {}), settings, memory, only_these=True)
         super().__init__(base_models, CheckpointStore(data_directory(options.data_dir)), settings)
         self._replicas = replicas
+        self._adapter_bytes: dict[tuple[str, LoraConfig], AdapterBytes] = {}
+
+    def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
+        """Return the memory of an adapter on the device of the replicas. See `Administration`."""
+        key = base_model, replace(lora, seed=None)
+        if key not in self._adapter_bytes:
+            self._adapter_bytes[key] = self._replicas.call("administration.adapter_bytes", *key)
+        return self._adapter_bytes[key]
 
     def preemptions(self) -> tuple[int, int]:
         """Return the numbers of `Administration.preemptions`, summed over the replicas, as of
@@ -117,6 +134,14 @@ class ServedFleet(Fleet):
 
     def _record_drained(self) -> None:
         write_drained(self._data_dir, {r.number for r in self.replicas.replicas if r.is_draining})
+
+    def memory(self) -> dict[int, EngineMemory]:
+        """Return the memory that each replica has planned, by number."""
+        found: dict[int, EngineMemory] = {}
+        for replica in self.replicas.live():
+            with suppress(ReplicaLostError):
+                found[replica.number] = replica.link.request("memory")
+        return found
 
     def status(self) -> list[dict[str, Any]]:
         """Return what each replica is and does, as plain values for JSON."""

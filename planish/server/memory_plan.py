@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from planish.engine.memory import RUNTIME_BYTES, DeviceMemory, ModelMemory, gib
 from planish.engine.settings import EngineSettings
+from planish.fleet.link import EngineMemory
+from planish.fleet.served import ServedFleet
 from planish.model.architecture.config import ModelConfig
 from planish.model.sources.weights import weight_files
 from planish.server.http.budgets import MAX_TOTAL_BODIES
@@ -68,11 +71,46 @@ class MemoryPlan:
             f"step {gib(model.training_bytes)}"
             for name, model in self.models.items()
         ]
-        lines.append(
-            f"  adapters up to {gib(self.adapters)}, requests and results up to "
-            f"{gib(self.requests)}"
-        )
+        lines.append(f"  adapters up to {gib(self.adapters)}")
+        if self.requests:
+            lines[-1] += f", requests and results up to {gib(self.requests)}"
         return "\n".join([first, *lines])
+
+
+@dataclass(frozen=True)
+class FleetMemoryPlan:
+    """An upper bound on the memory of a server's replicas, which each of them has computed for its
+    own device, and of the server's process.
+    """
+
+    replicas: Mapping[int, EngineMemory]
+    """The memory of each replica, by number."""
+    num_here: int
+    """The number of replicas on the machine of the server's process."""
+    adapters: int
+    """The limit for adapters of each replica."""
+    requests: int
+    """See `MemoryPlan`."""
+
+    @property
+    def main_memory(self) -> int:
+        """Bytes of main memory of the server's machine."""
+        plans = [self._plan_of(memory).main_memory for memory in self.replicas.values()]
+        return RUNTIME_BYTES + self.requests + self.num_here * max(plans, default=0)
+
+    def __str__(self) -> str:
+        numbers: dict[str, list[int]] = {}
+        for number, memory in self.replicas.items():
+            numbers.setdefault(str(self._plan_of(memory)), []).append(number)
+        lines = [
+            f"replicas {', '.join(map(str, equal))}, each: {text}"
+            for text, equal in numbers.items()
+        ]
+        own = gib(RUNTIME_BYTES + self.requests)
+        return "\n".join([*lines, f"the server's process: up to {own} of main memory"])
+
+    def _plan_of(self, memory: EngineMemory) -> MemoryPlan:
+        return MemoryPlan(memory.device, memory.models, self.adapters, 0)
 
 
 def device_memory(
@@ -88,16 +126,34 @@ def memory_plan(
     """Return the memory plan of a server. Raise UserError if the memory does not suffice for a base
     model, or if a base model cannot be served.
     """
-    for path in models.values():
-        weight_files(path)
-    contexts = [ModelConfig.from_directory(path).max_context for path in models.values()]
-    text = max([MAX_TOKENIZED_BYTES, *(MAX_CHARACTERS_PER_TOKEN * context for context in contexts)])
+    requests = request_bytes(models, settings)
     return MemoryPlan(
         str(memory.device),
         {name: memory.claim(path) for name, path in models.items()},
         settings.adapter_memory_bytes,
+        requests,
+    )
+
+
+def fleet_memory_plan(
+    fleet: ServedFleet, settings: MemorySettings, requests: int
+) -> FleetMemoryPlan:
+    """Return the memory plan of a server with replicas. `requests`: see `request_bytes`."""
+    here = [row for row in fleet.status() if row["host"] == socket.gethostname()]
+    return FleetMemoryPlan(fleet.memory(), len(here), settings.adapter_memory_bytes, requests)
+
+
+def request_bytes(models: Mapping[str, Path], settings: MemorySettings) -> int:
+    """Return the limit for requests, their tokenization, and results. Raise UserError if a base
+    model cannot be served.
+    """
+    for path in models.values():
+        weight_files(path)
+    contexts = [ModelConfig.from_directory(path).max_context for path in models.values()]
+    text = max([MAX_TOKENIZED_BYTES, *(MAX_CHARACTERS_PER_TOKEN * context for context in contexts)])
+    return (
         settings.request_memory_bytes
         + settings.result_memory_bytes
         + MAX_TOTAL_BODIES
-        + text * TOKENIZER_BYTES_PER_CHARACTER,
+        + text * TOKENIZER_BYTES_PER_CHARACTER
     )

@@ -34,11 +34,7 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 
 from planish.engine.engine import Engine, HostedEngine
-from planish.engine.memory import (
-    DeviceMemory,
-    gib,
-    main_memory_bytes,
-)
+from planish.engine.memory import DeviceMemory, gib, main_memory_bytes
 from planish.errors import UserError
 from planish.files import make_directory
 from planish.fleet.drained import read_drained
@@ -55,7 +51,12 @@ from planish.server.garbage import GarbageCollector, freeze_objects
 from planish.server.http import routes_fleet, routes_sampling, routes_uploads
 from planish.server.http.access import AccessLog, RequestMetrics, set_up_logging
 from planish.server.http.app import create_app
-from planish.server.http.connections import ConnectionLimits, ConnectionTable, protocol_class
+from planish.server.http.connections import (
+    ConnectionLimits,
+    ConnectionTable,
+    protocol_class,
+    raise_file_limit,
+)
 from planish.server.http.context import HttpState
 from planish.server.http.graceful_stop import RESPONSE_SECONDS, STOP_SECONDS, drain
 from planish.server.http.keys import read_keys
@@ -65,7 +66,14 @@ from planish.server.http.metrics_page import (
     SubstitutedLosses,
     metrics_route,
 )
-from planish.server.memory_plan import MemoryPlan, device_memory, memory_plan
+from planish.server.memory_plan import (
+    FleetMemoryPlan,
+    MemoryPlan,
+    device_memory,
+    fleet_memory_plan,
+    memory_plan,
+    request_bytes,
+)
 from planish.server.openai import routes
 from planish.server.openai.lora_adapters import LoraAdapters
 from planish.server.openai.models import OpenAIModels
@@ -99,10 +107,6 @@ _FAULT_EXIT_SECONDS = 3 * STOP_SECONDS
 """After a fault of the engine, the process exits within this time, even if its shutdown hangs."""
 _STALL_EXIT_SECONDS = 10.0
 """After the server has detected that the engine hangs, the process exits within this time."""
-_ASSUMED_FILES, _UNLIMITED_FILES = 512, 1 << 20
-"""The assumed limits of open files. The first is used if the system cannot report its limit, and
-the second if the system has no limit.
-"""
 _TICKS_PER_SECOND = 10
 """How often uvicorn calls `on_tick`."""
 
@@ -128,8 +132,11 @@ class _CheckedOptions:
     models: Mapping[str, Path]
     data_dir: Path
     keys: Mapping[str, str] | None
-    memory: DeviceMemory
-    plan: MemoryPlan
+    memory: DeviceMemory | None
+    plan: MemoryPlan | None
+    """The memory and its plan; None for replicas, which plan the memory of their own devices."""
+    requests: int
+    """The limit for requests and results, in bytes."""
     fleet: FleetPlan | None
     """The replicas to start; None for one engine in this process."""
     vllm: VllmSampler | None
@@ -158,12 +165,16 @@ def serve(
             connections.limits.total,
         )
     with _listener(options.host, options.port) as listener:
-        _log_plan(checked)
+        _log_models(checked)
+        if checked.plan is not None:
+            _log_plan(checked.plan)
         if options.hub_tokenizers:
             for name, path in checked.models.items():
                 for hub_name in hub_names(name):
                     cache_tokenizer(hub_name, path)
         engine = _start_engine(checked)
+        if isinstance(engine, ServedFleet):
+            _log_plan(fleet_memory_plan(engine, options.settings, checked.requests))
         server = _UvicornServer(
             _application(engine, checked, import_adapter, console_routes),
             engine,
@@ -187,15 +198,17 @@ def _check_options(options: ServeOptions) -> _CheckedOptions:
         raise UserError(
             f"--data-dir {directory}: it cannot be created ({error}); give another directory"
         ) from error
-    memory = device_memory(models, options.engine, options.settings)
-    plan = memory_plan(models, memory, options.settings)
-    fleet = None
-    if options.replicas is not None or options.ray is not None:
+    requests = request_bytes(models, options.settings)
+    fleet = memory = plan = None
+    if options.replicas is None and options.ray is None:
+        memory = device_memory(models, options.engine, options.settings)
+        plan = memory_plan(models, memory, options.settings)
+    else:
         check_replicas(options.engine.device, options.replicas, options.engine.tensor_parallel)
         fleet = plan_fleet(
             options.engine.device, options.replicas, options.ray, read_drained(directory)
         )
-    return _CheckedOptions(options, models, directory, keys, memory, plan, fleet, vllm)
+    return _CheckedOptions(options, models, directory, keys, memory, plan, requests, fleet, vllm)
 
 
 def _start_engine(checked: _CheckedOptions) -> HostedEngine:
@@ -468,24 +481,25 @@ def _url(listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _log_plan(checked: _CheckedOptions) -> None:
+def _log_models(checked: _CheckedOptions) -> None:
     for name, path in checked.models.items():
         _log.info("base model %s from %s", name, path)
-    if checked.fleet is not None:
-        _log.info("%d replicas, each with", checked.fleet.num_replicas)
-    for line in str(checked.plan).splitlines():
+    _log.info("data in %s", checked.data_dir)
+
+
+def _log_plan(plan: MemoryPlan | FleetMemoryPlan) -> None:
+    for line in str(plan).splitlines():
         _log.info("%s", line)
     limit = main_memory_bytes()
-    if limit is not None and checked.plan.main_memory > limit:
+    if limit is not None and plan.main_memory > limit:
         _log.warning(
             "the server may need up to %s of main memory, but has %s, so the kernel may kill it "
             "under load; lower adapter_memory_bytes (--set), --kv-cache-gib or "
             "--micro-batch-tokens, or raise the limit (MemoryMax of the systemd unit, "
             "--memory of the container)",
-            gib(checked.plan.main_memory),
+            gib(plan.main_memory),
             gib(limit),
         )
-    _log.info("data in %s", checked.data_dir)
 
 
 def _log_ready(url: str, checked: _CheckedOptions) -> None:
@@ -512,19 +526,3 @@ def notify(state: str) -> None:
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         # A leading @ stands for the abstract namespace, in which a name begins with a zero byte.
         sender.sendto(state.encode(), address.replace("@", "\0", 1))
-
-
-def raise_file_limit() -> int:
-    """Raise the limit of open files as far as possible, and return the limit. Each waiting request
-    holds a connection, and each connection is an open file.
-    """
-    try:
-        import resource  # not available on every system
-    except ImportError:
-        return _ASSUMED_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-    return _UNLIMITED_FILES if soft == resource.RLIM_INFINITY else soft

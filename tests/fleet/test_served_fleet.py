@@ -29,12 +29,15 @@ from short_datum import STEP
 
 from planish import ModelInput, PlanishError, SamplingParams, ServiceClient, UserError
 from planish.commands.cli import main
+from planish.engine.settings import EngineSettings
 from planish.fleet.served import ServedFleet
 from planish.processes.ray_cluster import leave_cluster, start_cluster
+from planish.server.memory_plan import device_memory, fleet_memory_plan
 from planish.server.models.replay import Replay
 from planish.server.options import ServeOptions
 from planish.server.serve import serve
-from planish.types import Constraint
+from planish.server.settings import ServerSettings
+from planish.types import Constraint, LoraConfig
 
 pytestmark = [
     pytest.mark.slow,
@@ -97,6 +100,21 @@ def train_pipelined(client: ServiceClient, disturb: Any = lambda: None) -> list[
     backward = again.forward_backward(training_data(9), "cross_entropy")
     results += [backward.result(WAIT).metrics, again.optim_step(STEP).result(WAIT).metrics]
     return results
+
+
+def test_each_replica_plans_the_memory_of_its_device(fleet, model_dir):
+    plan = fleet_memory_plan(fleet, ServerSettings(), 0)
+    own = device_memory({"tiny": model_dir}, EngineSettings(**SETTINGS), ServerSettings())
+    assert [memory.device for memory in plan.replicas.values()] == ["cpu"] * 2
+    for memory in plan.replicas.values():
+        assert memory.models["tiny"].weight_bytes == own.claim(model_dir).weight_bytes
+    assert plan.num_here == 2
+    # The server's process asks the replicas for the size of an adapter, too.
+    lora = LoraConfig(rank=4)
+    size = fleet.administration.adapter_bytes("tiny", lora)
+    assert size == fleet.replicas.replicas[0].engine.call(
+        "administration.adapter_bytes", "tiny", lora
+    )
 
 
 def test_a_server_with_replicas_has_the_bits_of_one_engine(fleet, undisturbed, make_client):

@@ -11,12 +11,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from planish.commands import serve as serve_command
+from planish.engine import memory
+from planish.engine.memory import RUNTIME_BYTES, gib
 from planish.engine.settings import EngineSettings
 from planish.errors import UnknownModelError, UserError
+from planish.fleet.link import EngineMemory
 from planish.server import serve
 from planish.server.http.graceful_stop import STOP_SECONDS
 from planish.server.http.origins import is_loopback
-from planish.server.memory_plan import MemoryPlan, device_memory, memory_plan
+from planish.server.memory_plan import FleetMemoryPlan, MemoryPlan, device_memory, memory_plan
 from planish.server.options import ServeOptions, options_of
 from planish.server.settings import ServerSettings
 from planish.server.tokenizer_cache import cache_tokenizer
@@ -129,6 +132,40 @@ def test_the_memory_plan_adds_up(model: Path):
     )
 
 
+def test_the_plan_of_replicas_has_their_devices_and_memory(model: Path):
+    own = plan_of({"a/b": model}, EngineSettings(device="cpu"), ServerSettings()).models
+    budget = own["a/b"]
+    smaller = {"a/b": replace(budget, cache_bytes=budget.cache_bytes // 2)}
+    gpus = {number: EngineMemory("cuda:0", own) for number in range(3)}
+    plan = FleetMemoryPlan({**gpus, 3: EngineMemory("cuda:0", smaller)}, 0, 1 << 30, 1 << 20)
+    whole, half, last = (line for line in str(plan).splitlines() if line[0] != " ")
+    assert whole.startswith(
+        f"replicas 0, 1, 2, each: memory: up to {gib(budget.total_bytes + (1 << 30))} of c"
+    )
+    assert half.startswith("replicas 3, each: memory: up to ")
+    assert "requests" not in str(plan)
+    assert last == f"the server's process: up to {gib(plan.main_memory)} of main memory"
+    assert plan.main_memory == RUNTIME_BYTES + (1 << 20)
+    # On a CPU, the replicas of the server's machine share its main memory.
+    cpus = {number: EngineMemory("cpu", own) for number in range(3)}
+    here = FleetMemoryPlan(cpus, 2, 1 << 30, 1 << 20)
+    each = RUNTIME_BYTES + budget.total_bytes + (1 << 30)
+    assert here.main_memory == plan.main_memory + 2 * each
+
+
+def test_replicas_on_other_machines_need_no_memory_of_the_server_s(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    options = ServeOptions(port=0, data_dir=tmp_path / "data", models={"a/b": str(model)})
+    monkeypatch.setattr(memory, "usable_bytes", lambda device: 1)
+    with pytest.raises(UserError, match="does not fit into main memory"):
+        serve._check_options(options)
+    monkeypatch.setattr(serve, "plan_fleet", lambda *_: None)
+    checked = serve._check_options(replace(options, replicas=2))
+    assert (checked.memory, checked.plan) == (None, None)
+    assert checked.requests > 0
+
+
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_memory_limit_below_the_plan_is_a_warning(
     model: Path,
@@ -138,12 +175,13 @@ def test_a_memory_limit_below_the_plan_is_a_warning(
     missing: int,
 ):
     options = options_of(parsed("--data-dir", str(tmp_path / "data"), "--model", f"a/b={model}"))
-    checked = serve._check_options(options)
-    assert checked.plan.main_memory == checked.plan.computing + checked.plan.serving
+    plan = serve._check_options(options).plan
+    assert plan is not None
+    assert plan.main_memory == plan.computing + plan.serving
     assert MemoryPlan("cuda:0", {}, 1 << 40, 0).main_memory < 1 << 40
-    monkeypatch.setattr(serve, "main_memory_bytes", lambda: checked.plan.main_memory - missing)
+    monkeypatch.setattr(serve, "main_memory_bytes", lambda: plan.main_memory - missing)
     with caplog.at_level("INFO", serve._log.name):
-        serve._log_plan(checked)
+        serve._log_plan(plan)
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == missing
     assert all("raise the limit (MemoryMax" in warning for warning in warnings)

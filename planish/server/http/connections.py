@@ -27,6 +27,7 @@ import ipaddress
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -43,6 +44,10 @@ CONNECTION_SCOPE_KEY = "planish.connection"
 """The entry of an ASGI scope with the `Connection` of the request."""
 RESERVED_FILES = 256
 """Open files that are reserved for the database, bodies, checkpoints and downloads."""
+_ASSUMED_FILES, _UNLIMITED_FILES = 512, 1 << 20
+"""The assumed limits of open files. The first is used if the system cannot report its limit, and
+the second if the system has no limit.
+"""
 _MIN_CONNECTIONS = 64
 _IPV6_NETWORK = 64
 _MAX_CONNECTIONS = 20_000
@@ -415,3 +420,19 @@ def _stopping_response() -> Response:
     body = {"detail": str(error), "error": _openai_error(str(error), "server_error")}
     headers = {**retry_headers(error), "Connection": "close"}
     return Response(orjson.dumps(body), error.status, headers, media_type="application/json")
+
+
+def raise_file_limit() -> int:
+    """Raise the limit of open files as far as possible, and return the limit. Each waiting request
+    holds a connection, and each connection is an open file.
+    """
+    try:
+        import resource  # not available on every system
+    except ImportError:
+        return _ASSUMED_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    return _UNLIMITED_FILES if soft == resource.RLIM_INFINITY else soft
