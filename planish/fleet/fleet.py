@@ -21,10 +21,10 @@ from planish.fleet.link import Link, ReplicaLostError
 from planish.fleet.releases import ReleaseQueue
 from planish.fleet.remote_engine import unknown_id
 from planish.fleet.replica import Replica, SharedVersion
-from planish.fleet.replica_set import SILENT_SECONDS, ReplicaSet
+from planish.fleet.replica_set import ReplicaSet
 from planish.fleet.samplers import FleetSampler, FleetSamplers
 from planish.fleet.training import FleetModel
-from planish.processes.stall_watch import STALL_SECONDS
+from planish.processes.stall_watch import SILENT_SECONDS, STALL_SECONDS
 from planish.service import (
     CheckpointInfo,
     CreateModel,
@@ -226,9 +226,13 @@ class Fleet:
     def _finish_publish(
         self, sampler: FleetSampler, future: Future[str], exported: Future[SharedVersion]
     ) -> None:
-        error = exported.exception()
-        # The model may drop its own use of the version at its next step.
-        shared = None if error is not None else self._share(exported.result().version)
+        shared, error = None, exported.exception()
+        if error is None:
+            try:
+                # The model may drop its own use of the version at its next step.
+                shared = self._share(exported.result().version)
+            except Exception as failure:
+                error = failure
         self._threads.submit(self._set_source, sampler, future, shared, error)
 
     def _set_source(
@@ -260,11 +264,11 @@ class Fleet:
     def _share(self, version: AdapterVersion) -> SharedVersion:
         """Store a version for all replicas, unless it is stored, and count one more use."""
         with self._lock:
-            self._version_uses[version.name] += 1
             shared = self._versions.get(version.name)
             if shared is None:
                 shared = SharedVersion(version, self._put(version))
                 self._versions[version.name] = shared
+            self._version_uses[version.name] += 1
             return shared
 
     def _drop_version(self, shared: SharedVersion) -> None:

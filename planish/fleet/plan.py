@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,12 @@ from planish.engine.settings import choose_device
 from planish.errors import UserError
 from planish.fleet.fleet import Fleet
 from planish.fleet.link import EngineOptions
-from planish.fleet.ray_link import RayLink, Resources
+from planish.fleet.ray_link import RayLink, Resources, put
 from planish.fleet.served import ServedFleet
 from planish.model.device import Device
 from planish.processes.ray_cluster import (
     HeadWatch,
+    free_by_machine,
     free_devices,
     has_gpus,
     import_ray,
@@ -68,21 +69,21 @@ class FleetPlan:
         if not self.has_cluster:
             owns_cluster = start_cluster(self.num_cpus, self.num_gpus)
         return {
-            "put": import_ray().put,
+            "put": put,
             "cluster_fault": HeadWatch().fault,
             "check_free": self.check_free,
             "on_close": leave_cluster if owns_cluster else lambda: None,
         }
 
     def check_free(self) -> None:
-        """Raise UserError if the cluster has no free device for one more replica."""
+        """Raise UserError if no machine of the cluster has room for one more replica."""
         is_gpu = self.resources.num_gpus > 0
         kind, needed = ("GPU", 1) if is_gpu else ("CPU", self.resources.num_cpus)
-        free = free_devices(kind)
+        free = max(free_by_machine(kind), default=0)
         if free < needed:
             raise UserError(
-                f"each replica occupies {needed} {kind}s, and {free} are free in the cluster; add "
-                "a machine to the cluster, or drain another replica"
+                f"each replica occupies {needed} {kind}s, and {free} are free on the machine with "
+                "the most; add a machine to the cluster, or drain another replica"
             )
 
 
@@ -143,17 +144,32 @@ def plan_fleet(
             f"replicas={count}: each replica needs a device of its own, and {where} {num_devices} "
             f"{kind}; give at most {num_devices}"
         )
-    _check_cpus(count - len(absent), cpus, uses_gpus and ray is not None)
-    per_replica = max(1, cpus // max(count, default))
-    resources = Resources(1 if uses_gpus else 0, 1 if uses_gpus else per_replica)
+    if uses_gpus and ray is not None:
+        _check_cpus(count - len(absent))
+    per_replica = 1
+    if not uses_gpus:
+        free_cpus = [cpus] if ray is None else free_by_machine("CPU")
+        per_replica = _cpus_per_replica(free_cpus, count - len(absent), max(count, default))
+    resources = Resources(1 if uses_gpus else 0, per_replica)
     return FleetPlan(count, resources, cpus, gpus, is_own_cluster, ray is not None, absent)
 
 
-def _check_cpus(needed: int, free: int, is_gpu_cluster: bool) -> None:
+def _cpus_per_replica(free: Sequence[int], needed: int, share: int) -> int:
+    """Return how many CPUs each replica gets, given the free CPUs of each machine: a part of all
+    CPUs, 1 / `share`, or fewer if `needed` replicas would not fit on the machines.
+    """
+    size = max(1, sum(free) // share)
+    while size > 1 and sum(cpus // size for cpus in free) < needed:
+        size -= 1
+    return size
+
+
+def _check_cpus(needed: int) -> None:
     """Raise UserError if replicas on the GPUs of a cluster would wait for CPUs forever."""
-    if is_gpu_cluster and free < needed:
+    room = sum(map(min, free_by_machine("GPU"), free_by_machine("CPU")))
+    if room < needed:
         raise UserError(
-            f"replicas={needed}: each replica needs a CPU beside its GPU, and free in the cluster "
-            f"are {free} CPUs; give fewer replicas, start Ray on the machines with a larger "
-            "--num-cpus, or end other programs of the cluster"
+            f"replicas={needed}: each replica needs a CPU beside its GPU, and the free CPUs and "
+            f"GPUs of the machines suffice for {room}; give fewer replicas, start Ray on the "
+            "machines with a larger --num-cpus, or end other programs of the cluster"
         )

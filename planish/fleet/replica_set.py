@@ -14,15 +14,11 @@ from planish.fleet.link import Link, ReplicaLostError
 from planish.fleet.remote_engine import RemoteEngine
 from planish.fleet.replica import EndedLink, Replica, Watch, check_same
 from planish.processes.background import BackgroundThread
-from planish.processes.stall_watch import STALL_SECONDS
+from planish.processes.stall_watch import SILENT_SECONDS, STALL_SECONDS
 from planish.service import Operation
 
 _log = logging.getLogger(__name__)
 
-SILENT_SECONDS = 60.0
-"""A replica that does not answer for so long is given up. Loading a large library can keep a
-process from answering for seconds.
-"""
 _LOSS_SECONDS = 5.0
 """The longest time until the loss of a replica is known everywhere."""
 _MAX_IDLE_LOSSES = 5
@@ -59,6 +55,8 @@ class ReplicaSet:
         """Why all replicas are lost for good, if they are."""
         self._changed = threading.Condition()
         self._num_starting = 0
+        self._preparing: set[Replica] = set()
+        """New replicas that load the base models."""
         self._is_started = threading.Event()
         self._base_models: set[str] = set()
         self.is_closing = False
@@ -265,6 +263,7 @@ class ReplicaSet:
 
     def _insert(self, replica: Replica) -> None:
         """Put a new replica in the place of the lost one, once it has all base models."""
+        self._preparing.add(replica)
         try:
             self._prepare(replica)
         except BaseException as error:
@@ -272,6 +271,8 @@ class ReplicaSet:
                 replica.num_idle_losses = _MAX_IDLE_LOSSES  # it would be rejected again
             replica.link.kill()
             raise
+        finally:
+            self._preparing.discard(replica)
         if self.is_closing:
             replica.link.kill()
             return
@@ -280,7 +281,8 @@ class ReplicaSet:
 
     def _run_watch(self) -> None:
         while not self._stop.wait(1.0):
-            live = [replica for replica in self.replicas if not replica.is_lost]
+            replicas = [*self.replicas, *self._preparing]
+            live = [replica for replica in replicas if not replica.is_lost]
             self.fault = self.fault or self._cluster_fault()
             if self.fault is not None:
                 _log.error("all replicas are given up: %s", self.fault)

@@ -157,6 +157,13 @@ def free_devices(kind: str) -> int:
     return int(import_ray().available_resources().get(kind, 0))
 
 
+def free_by_machine(kind: str) -> list[int]:
+    """Return the number of free devices of each machine of the cluster: of "GPU" or "CPU"."""
+    # Ray has no public function for this.
+    machines = import_ray()._private.state.available_resources_per_node()
+    return [int(free.get(kind, 0)) for _, free in sorted(machines.items())]
+
+
 def wait_for_devices(kind: str, needed: int) -> int:
     """Return `free_devices`. If the cluster has the needed devices and they are occupied, first wait
     for them: Ray needs some seconds to free those of a program that was killed.

@@ -5,6 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+SILENT_SECONDS = 60.0
+"""A process that does not answer for so long is given up by default. Loading a large library can
+keep a process from answering for seconds.
+"""
 STALL_SECONDS = 900.0
 """The longest time without progress that is normal by default."""
 _MAX_CHECK_SECONDS = 5.0

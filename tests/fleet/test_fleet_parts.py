@@ -181,6 +181,7 @@ def test_replicas_on_gpus_do_not_wait_for_cpus_that_the_cluster_lacks(monkeypatc
         "join_cluster": lambda address: False,
         "has_gpus": lambda: True,
         "free_devices": lambda kind: free[kind],
+        "free_by_machine": lambda kind: [free[kind]],
         "wait_for_devices": lambda kind, needed: free[kind],
     }.items():
         monkeypatch.setattr(plan, name, function)
