@@ -4,6 +4,7 @@ show what is published, and its logprobs must equal those of the engine.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -11,8 +12,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 from server_process import BASE_MODEL, ServerProcess, running_server, start_server
 from short_datum import STEP, WAIT, datum
@@ -26,9 +29,12 @@ from planish import (
     ServiceClient,
     UserError,
 )
-from planish.fleet.vllm.model import engine_options
+from planish.detokenizer import Detokenizer
+from planish.engine.sampling.stopping import StopCondition
 from planish.fleet.vllm.options import VllmSampler, checked_sampler
 from planish.fleet.vllm.process import VllmProcess
+from planish.fleet.vllm.requests import ended_sample, engine_options
+from planish.fleet.vllm.server import Completion
 from planish.service import Sample
 from planish.testing import tiny_model
 
@@ -143,6 +149,69 @@ def test_greedy_samples_and_stop_tokens(client):
     (stopped,) = sampler.sample(PROMPT, 1, stop).result(WAIT).sequences
     assert stopped.stop_reason == "stop"
     assert stopped.tokens == sequence.tokens[: sequence.tokens.index(stop_token) + 1]
+
+
+@pytest.mark.slow
+def test_stop_strings(client, caplog):
+    sampler = client.create_sampling_client(base_model=BASE_MODEL)
+    params = SamplingParams(max_tokens=12, temperature=0, stop=[])
+    (sequence,) = sampler.sample(PROMPT, 1, params).result(WAIT).sequences
+    decode = sampler.get_tokenizer().decode
+    string = decode(sequence.tokens[4:6])
+    stop = SamplingParams(max_tokens=12, temperature=0, stop=[string, "never"])
+    (stopped,) = sampler.sample(PROMPT, 1, stop).result(WAIT).sequences
+    num_tokens = next(n for n in range(1, 12) if string in decode(sequence.tokens[:n]))
+    assert (stopped.stop_reason, stopped.tokens) == ("stop", sequence.tokens[:num_tokens])
+    assert len(stopped.logprobs) == num_tokens
+    (whole,) = sampler.sample(
+        PROMPT, 1, SamplingParams(max_tokens=12, temperature=0, stop="never")
+    ).result(WAIT).sequences  # fmt: skip
+    assert (whole.stop_reason, whole.tokens) == ("length", sequence.tokens)
+    assert "are sampled by the engine" not in caplog.text
+
+
+class EarlyServer:
+    """A server that ends each sample after two tokens, as at a stop string."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[list[int], int, int | None]] = []
+
+    async def complete(self, name: str, prompt: list[int], **options: Any) -> list[Completion]:
+        assert (options["n"], options["stop"]) == (1, [])
+        self.requests.append((prompt, options["max_tokens"], options["seed"]))
+        tokens = np.array([len(prompt), len(prompt) + 1][: options["max_tokens"]], np.int32)
+        return [Completion(tokens, np.zeros(len(tokens), np.float32), "stop")]
+
+
+@pytest.mark.parametrize(
+    ("strings", "tokens", "reason"),
+    [
+        (["\x07"], [100, 101, 5, 6, 7], "stop"),
+        (["never"], [100, 101, 5, 6, 7, 8, 9], "length"),
+        (["e"], [100, 101], "stop"),
+    ],
+)
+def test_a_sample_that_vllm_ends_early_is_continued(strings, tokens, reason):
+    detokenizer = Detokenizer(lambda tokens: bytes(tokens).decode())
+    server = EarlyServer()
+    first = Completion(np.array([100, 101], np.int32), np.zeros(2, np.float32), "stop")
+    options = {"n": 4, "max_tokens": 7, "seed": 1, "stop": strings}
+    ended = asyncio.run(
+        ended_sample(
+            server,  # pyright: ignore[reportArgumentType]
+            "base",
+            [1, 2, 3],
+            options,
+            first,
+            StopCondition(detokenizer, strings=tuple(strings)),
+        )
+    )
+    assert (ended.tokens.tolist(), ended.finish_reason) == (tokens, reason)
+    assert len(ended.logprobs) == len(tokens)
+    prompts = [([1, 2, 3, 100, 101], 5), ([1, 2, 3, 100, 101, 5, 6], 3)]
+    prompts.append(([1, 2, 3, 100, 101, 5, 6, 7, 8], 1))
+    assert [request[:2] for request in server.requests] == prompts[: len(server.requests)]
+    assert len({seed for *_, seed in server.requests}) == len(server.requests)
 
 
 @pytest.mark.slow
@@ -275,8 +344,7 @@ def has_ended(pid: int) -> bool:
         ({"temperature": 0.7, "stop": [3], "seed": 5, "stop_token_ids": [4]}, []),
         ({"top_p": 0.9, "min_p": 0.1}, ["top_p", "min_p"]),
         ({"logit_bias": {1: 2.0}}, ["logit_bias"]),
-        ({"stop": ["a"]}, ["stop strings"]),
-        ({"stop": "a"}, ["stop strings"]),
+        ({"stop": ["a"], "stop_token_ids": [4]}, []),
         ({"temperature": 0.001}, ["temperature below 0.01"]),
     ],
 )

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -32,10 +32,11 @@ from planish.engine.replication import (
 from planish.engine.settings import EngineSettings
 from planish.errors import EngineClosedError, UserError
 from planish.fleet.remote_engine import unknown_id
-from planish.fleet.vllm.model import PublishedAdapter, VllmModel, engine_options
+from planish.fleet.vllm.model import PublishedAdapter, VllmModel
 from planish.fleet.vllm.options import VllmSampler
 from planish.fleet.vllm.process import check_installed
 from planish.fleet.vllm.request_thread import RequestThread
+from planish.fleet.vllm.requests import engine_options
 from planish.fleet.vllm.server import VllmServer, start_server
 from planish.model.layers.lora import LoraLayout
 from planish.service import (
@@ -132,7 +133,7 @@ class VllmEngine(Engine):
         finally:
             super().close(finish)
             for model in self._vllm_models.values():
-                self._end_servers(model.servers)
+                self._end_servers(model)
             self._end_requests()
             self._directory.cleanup()
 
@@ -250,21 +251,20 @@ class VllmEngine(Engine):
                 )
             ]
         directory = self._vllm.adapter_dir or Path(self._directory.name)
-        model = VllmModel(base, servers, directory, self._vllm.tolerance, self._score)
         sampler_id = f"vllm-base:{secrets.token_hex(8)}"
-        super().submit(CreateSampler(sampler_id, base_model)).result()
+        model = VllmModel(base, servers, directory, self._vllm, self._score, sampler_id)
         try:
-            self._requests.start(model.wait_until_ready(sampler_id)).result()
+            super().submit(CreateSampler(sampler_id, base_model)).result()
+            self._requests.start(model.start()).result()
         except BaseException:
-            self._end_servers(servers)
-            raise
-        finally:
+            self._end_servers(model)
             self._release_in_engine(sampler_id)
+            raise
         return model
 
-    def _end_servers(self, servers: Sequence[VllmServer]) -> None:
-        for server in servers:
-            self._requests.start(server.close()).result()
+    def _end_servers(self, model: VllmModel) -> None:
+        self._requests.start(model.close()).result()
+        for server in model.servers:
             if server.process is not None:
                 server.process.end()
 

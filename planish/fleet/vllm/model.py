@@ -1,34 +1,44 @@
 """The vLLM servers of one base model, and the adapters that they serve.
 
-A version of an adapter is published when every server lists it and has answered a probe: tokens
-that the server samples have the logprobs that planish computes, within a tolerance. The probes use
-a temperature other than 1, so they also find a server that returns logprobs of another temperature.
+A version of an adapter is published when every server in use lists it and has answered a probe:
+tokens that the server samples have the logprobs that planish computes, within a tolerance. The
+probes use a temperature other than 1, so they also find a server that returns logprobs of another
+temperature. Samples of a lost server are sampled again on another one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import secrets
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from planish.detokenizer import Detokenizer
 from planish.engine.base_models import BaseModel
 from planish.engine.checkpoints.files import write_tensors
 from planish.engine.replication import AdapterVersion
-from planish.errors import ContextLengthError, EngineClosedError, UserError
-from planish.fleet.vllm.server import Completion, MissingAdapterError, VllmServer
+from planish.engine.sampling.stopping import StopCondition
+from planish.errors import UserError
+from planish.fleet.vllm.options import VllmSampler
+from planish.fleet.vllm.requests import ended_sample, request_options, sampled_sequence
+from planish.fleet.vllm.server import (
+    Completion,
+    MissingAdapterError,
+    ServerLostError,
+    VllmServer,
+)
+from planish.fleet.vllm.server_set import ServerSet
 from planish.model.layers.lora import LoraLayout
 from planish.service import Sample
-from planish.types import SampledSequence, SampleResponse, SamplingParams
+from planish.types import SampleResponse
 
 _log = logging.getLogger(__name__)
 
@@ -41,8 +51,8 @@ _PROBE_TEXTS = (
 )
 _PROBE_SAMPLES = 4
 """The number of samples, of one token each, of each text."""
-_MIN_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this one."""
+_MAX_LOSSES = 5
+"""A request fails after so many servers were lost while they sampled it. It may be the cause."""
 
 Score = Callable[[str, list[int], list[int], float], Awaitable[list[float]]]
 """Returns planish's logprobs of tokens after a prompt: (sampler id, prompt, tokens, temperature)."""
@@ -59,8 +69,8 @@ class PublishedAdapter:
     num_uses: int = 0
     """The number of samplers and of running requests that need the adapter."""
     published: asyncio.Future[None] | None = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while the adapter is loaded."""
+    locks: dict[VllmServer, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
+    """Held while a server loads the adapter."""
 
 
 class VllmModel:
@@ -71,27 +81,33 @@ class VllmModel:
         base: BaseModel,
         servers: Sequence[VllmServer],
         adapter_dir: Path,
-        tolerance: float,
+        options: VllmSampler,
         score: Score,
+        sampler_id: str,
     ) -> None:
-        """`base`: the same base model in the engine. `adapter_dir`: a directory that the servers
-        can read. `tolerance`: see `VllmSampler`.
+        """`base`: the same base model in the engine, of which `sampler_id` is a sampler.
+        `adapter_dir`: a directory that the servers can read.
         """
         self.servers = servers
+        self._set = ServerSet(servers, self._prepare, options.silent_seconds, options.stall_seconds)
         self._base = base
         self._adapter_dir = adapter_dir
-        self._tolerance = tolerance
+        self._tolerance = options.tolerance
         self._score = score
+        self._base_sampler_id = sampler_id
         self._adapters: dict[str, PublishedAdapter] = {}
+        self._detokenizer = Detokenizer.of_tokenizer(base.tokenizer)
         self._probes = [base.tokenizer.encode(text) for text in _PROBE_TEXTS]
 
-    async def wait_until_ready(self, sampler_id: str) -> None:
-        """Wait for all servers, and compare their base model with that of the engine, of which
-        `sampler_id` is a sampler.
-        """
+    async def start(self) -> None:
+        """Wait for all servers, and compare their base model with that of the engine."""
+        await self._set.start()
+
+    async def close(self) -> None:
+        """Close the connections to all servers."""
+        await self._set.stop()
         for server in self.servers:
-            await server.wait_until_ready()
-            await self._probe(server, server.base_name, sampler_id)
+            await server.close()
 
     async def publish(self, version: AdapterVersion, sampler_id: str) -> PublishedAdapter:
         """Load a version on all servers, unless it is there, and probe it. `sampler_id` is a
@@ -122,38 +138,67 @@ class VllmModel:
         for key in [key for key, value in self._adapters.items() if value is adapter]:
             del self._adapters[key]
         for server in self.servers:
-            with suppress(UserError, EngineClosedError):  # it was not loaded, or the server is gone
+            with suppress(UserError, ServerLostError):  # it was not loaded, or the server is lost
                 await server.unload(adapter.name)
         await asyncio.to_thread(shutil.rmtree, adapter.directory, ignore_errors=True)
 
     async def sample(self, operation: Sample, adapter: PublishedAdapter | None) -> SampleResponse:
-        """Sample from a published adapter, or from the base model if `adapter` is None."""
-        server = min(self.servers, key=lambda server: server.num_open)
-        prompt = operation.prompt.to_ints()
-        options = self._request_options(operation, prompt, server)
-        server.num_open += operation.num_samples
+        """Sample from a published adapter, or from the base model if `adapter` is None. If the
+        server is lost meanwhile, sample on another one. Raise ServerLostError if all are lost.
+        """
         if adapter is not None:
             adapter.num_uses += 1
         try:
-            if adapter is None:
-                completions = await server.complete(server.base_name, prompt, **options)
-            else:
-                try:
-                    completions = await server.complete(adapter.name, prompt, **options)
-                except MissingAdapterError:
-                    await self._load(adapter, server, operation.sampler_id)
-                    completions = await server.complete(adapter.name, prompt, **options)
+            completions = await self._complete(operation, adapter)
         finally:
-            server.num_open -= operation.num_samples
             if adapter is not None:
                 await self.drop(adapter)
         request_id = secrets.token_hex(8)
         return SampleResponse(
             [
-                _sequence(completion, f"{operation.sampler_id}:{request_id}:{index}")
+                sampled_sequence(completion, f"{operation.sampler_id}:{request_id}:{index}")
                 for index, completion in enumerate(completions)
             ]
         )
+
+    async def _complete(
+        self, operation: Sample, adapter: PublishedAdapter | None
+    ) -> list[Completion]:
+        prompt = operation.prompt.to_ints()
+        for _ in range(_MAX_LOSSES):
+            server = min(self._set.ready(), key=lambda server: server.num_open)
+            options = request_options(operation, self._base.config, server)
+            name = server.base_name if adapter is None else adapter.name
+            server.num_open += operation.num_samples
+            try:
+                try:
+                    completions = await server.complete(name, prompt, **options)
+                except MissingAdapterError:
+                    if adapter is None:
+                        raise
+                    await self._load(adapter, server, operation.sampler_id)
+                    completions = await server.complete(name, prompt, **options)
+                if not options.get("stop"):
+                    return completions
+                stop = StopCondition.from_params(operation.sampling_params, (), self._detokenizer)
+                endings = [
+                    ended_sample(server, name, prompt, options, completion, stop)
+                    for completion in completions
+                ]
+                return list(await asyncio.gather(*endings))
+            except ServerLostError as error:
+                _log.warning("a request is sampled again: %s", error)
+            finally:
+                server.num_open -= operation.num_samples
+        raise UserError(
+            f"the request is not sampled again: {_MAX_LOSSES} vLLM servers were lost while they "
+            "sampled it; send fewer or shorter sequences in one request"
+        )
+
+    async def _prepare(self, server: VllmServer) -> None:
+        """Wait for a server, and compare its base model with that of the engine."""
+        await server.wait_until_ready()
+        await self._probe(server, server.base_name, self._base_sampler_id)
 
     async def _publish(
         self, adapter: PublishedAdapter, version: AdapterVersion, sampler_id: str
@@ -169,8 +214,16 @@ class VllmModel:
             version.base_model,
             False,
         )
-        loads = [self._load(adapter, server, sampler_id) for server in self.servers]
-        gaps = await asyncio.gather(*loads)
+        loads = [self._load(adapter, server, sampler_id) for server in self._set.ready()]
+        outcomes = await asyncio.gather(*loads, return_exceptions=True)
+        gaps: list[float] = []
+        for outcome in outcomes:
+            if isinstance(outcome, float):
+                gaps.append(outcome)
+            elif not isinstance(outcome, ServerLostError):
+                raise outcome
+        if not gaps:  # all servers were lost meanwhile
+            raise ServerLostError("\n".join(map(str, outcomes)))
         _log.info(
             "published %s to vLLM in %.1f s; the mean difference of logprobs is %.2g",
             adapter.name,
@@ -180,9 +233,14 @@ class VllmModel:
 
     async def _load(self, adapter: PublishedAdapter, server: VllmServer, sampler_id: str) -> float:
         """Load an adapter on a server, unless it is there. Return the result of the probe."""
-        async with adapter.lock:
+        async with adapter.locks[server]:
             if not await server.has_adapter(adapter.name):
-                await server.load(adapter.name, adapter.directory)
+                try:
+                    await server.load(adapter.name, adapter.directory)
+                except UserError:
+                    # The answer to the same request may be lost with its connection.
+                    if not await server.has_adapter(adapter.name):
+                        raise
                 if not await server.has_adapter(adapter.name):
                     raise UserError(
                         f"{server.url} does not list the adapter {adapter.name} after it was loaded"
@@ -222,83 +280,3 @@ class VllmModel:
             abs(float(completion.logprobs[0]) - expected[token])
             for completion, token in zip(completions, tokens, strict=True)
         ]
-
-    def _request_options(
-        self, operation: Sample, prompt: list[int], server: VllmServer
-    ) -> dict[str, Any]:
-        params, config = operation.sampling_params, self._base.config
-        room = min(config.max_context, server.max_context) - len(prompt)
-        max_tokens = room if params.max_tokens is None else params.max_tokens
-        if not 0 < max_tokens <= room:
-            raise ContextLengthError(
-                f"This model's maximum context length is {server.max_context} tokens on the vLLM "
-                f"server {server.url}. The prompt's {len(prompt)} tokens leave {room}, but "
-                f"max_tokens is {max_tokens}"
-            )
-        stop = config.eos_token_ids if params.stop is None else params.stop
-        return {
-            "n": operation.num_samples,
-            "max_tokens": max_tokens,
-            "temperature": params.temperature,
-            "seed": None if params.seed is None else _vllm_seed(params.seed),
-            "stop_token_ids": [*stop, *params.stop_token_ids],
-            "ignore_eos": True,  # only `stop_token_ids` end a sample
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-        }
-
-
-def _vllm_seed(seed: int) -> int:
-    """Return a seed for vLLM, which adds the index of a sample to it. So seeds that follow each
-    other must not remain neighbours.
-    """
-    return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:7])
-
-
-def _sequence(completion: Completion, sequence_id: str) -> SampledSequence:
-    if completion.finish_reason not in ("stop", "length"):
-        raise UserError(f"vLLM has ended a sample with {completion.finish_reason!r}")
-    return SampledSequence(
-        "stop" if completion.finish_reason == "stop" else "length",
-        sequence_id,
-        completion.tokens,
-        completion.logprobs,
-    )
-
-
-_VLLM_PARAMS = ("max_tokens", "seed", "stop", "temperature", "stop_token_ids")
-"""The fields of SamplingParams with the same meaning in vLLM."""
-_VLLM_FIELDS = (
-    "sampler_id", "prompt", "num_samples", "sampling_params", "cache_owner",
-    "record_stability_info", "prompt_logprobs_last_n",
-)  # fmt: skip
-"""The fields of Sample that need nothing of vLLM, or that vLLM has."""
-
-
-def engine_options(operation: Sample) -> list[str]:
-    """Return the options of a request for which vLLM would not give planish's results."""
-    params, defaults = operation.sampling_params, SamplingParams()
-    names = [
-        name.name
-        for name in fields(params)
-        if name.name not in _VLLM_PARAMS
-        and getattr(params, name.name) != getattr(defaults, name.name)
-    ]
-    names += [
-        name.name
-        for name in fields(operation)
-        if name.name not in _VLLM_FIELDS
-        and getattr(operation, name.name) not in (None, False, 0, ())
-    ]
-    if operation.prompt.images:
-        names.append("images")
-    stop = params.stop or ()
-    if isinstance(stop, str) or any(isinstance(item, str) for item in stop):
-        names.append("stop strings")
-    if 0 < params.temperature < _MIN_TEMPERATURE:
-        names.append(f"temperature below {_MIN_TEMPERATURE:g}")
-    if params.temperature == 0 and operation.num_samples > 1:
-        names.append("num_samples above 1 at temperature 0")
-    return names

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from planish.errors import UserError
+from planish.processes.stall_watch import SILENT_SECONDS, STALL_SECONDS
 
 PYTHON_VARIABLE = "PLANISH_VLLM_PYTHON"
 ARGUMENTS_VARIABLE = "PLANISH_VLLM_ARGUMENTS"
@@ -60,6 +61,11 @@ class VllmSampler:
     """The directory for the adapters, which all vLLM servers must be able to read. By default that
     of PLANISH_VLLM_ADAPTERS, else a temporary directory of this machine.
     """
+
+    silent_seconds: float = SILENT_SECONDS
+    """A server with requests that does not answer for so long is lost."""
+    stall_seconds: float = STALL_SECONDS
+    """A server with requests whose counters of tokens stay the same for so long is lost."""
 
     def __post_init__(self) -> None:
         for url in self.urls:

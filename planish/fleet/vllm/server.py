@@ -30,10 +30,22 @@ _DEFAULT_ARGUMENTS = {
 START_SECONDS = 1800.0
 """How long a vLLM server may take to load the base model and to compile its kernels."""
 _POLL_SECONDS = 0.2
+_HEALTH_SECONDS = 10.0
+"""How long a server may take to answer one question of `sign_of_life`."""
+_END_SECONDS = 2.0
+"""How long after its last answer the exit status of a server may follow."""
+_NUM_ATTEMPTS = 3
+"""How often a request is sent to a healthy server that closes the connection. A server closes idle
+connections, and may do so while a request is on its way.
+"""
 
 
 class MissingAdapterError(UserError):
     """The server does not have the model that a request names."""
+
+
+class ServerLostError(EngineClosedError):
+    """The server does not answer, or cannot compute."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +72,58 @@ class VllmServer:
         """The maximum number of tokens of a prompt and its sample."""
         self.num_open = 0
         """The number of samples that are not done."""
+        self.fault: str | None = None
+        """Why the server is lost, until `revive`."""
+        self.num_answers = 0
+        """The number of requests that the server has answered."""
+        self._requests: set[asyncio.Future[httpx2.Response]] = set()
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx2.AsyncClient(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers=headers,
             timeout=httpx2.Timeout(None, connect=30.0),
             limits=httpx2.Limits(max_connections=None),
         )
+        # Each question opens a connection, so it does not wait for one that is broken.
+        self._health_http = httpx2.AsyncClient(
+            base_url=self.url,
+            headers=headers,
+            timeout=_HEALTH_SECONDS,
+            limits=httpx2.Limits(max_keepalive_connections=0),
+        )
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether the server has requests to answer."""
+        return bool(self._requests)
+
+    def give_up(self, reason: str) -> None:
+        """Record that the server is lost. Requests fail with ServerLostError until `revive`."""
+        self.fault = reason
+        for request in list(self._requests):
+            request.cancel()
+
+    def revive(self) -> None:
+        """Send requests to a lost server again."""
+        self.fault = None
+
+    async def sign_of_life(self) -> int | None:
+        """Return a number that changes while the server computes, or None if the server does not
+        publish its counters of tokens. Raise httpx2.HTTPError if the server is not healthy.
+        """
+        (await self._health_http.get("/health")).raise_for_status()
+        page = await self._health_http.get("/metrics")
+        counters = [line for line in page.text.splitlines() if "tokens" in line and line[:1] != "#"]
+        if page.status_code != 200 or not counters:
+            return None
+        return hash((self.num_answers, *counters))
 
     async def wait_until_ready(self) -> None:
         """Wait until the server has loaded its base model, and read the base model's name. Raise
         UserError if the server ends, or if nothing answers at the URL.
         """
         end = time.monotonic() + START_SECONDS
-        while self.process is not None and not await self._is_healthy():
+        while self.process is not None and not await self.is_healthy():
             if self.process.status is not None:
                 raise UserError(f"sampler='vllm': {self.process.describe_end()}")
             if time.monotonic() > end:
@@ -109,6 +160,7 @@ class VllmServer:
     async def close(self) -> None:
         """Close all connections."""
         await self._http.aclose()
+        await self._health_http.aclose()
 
     def _completion(self, choice: dict[str, Any]) -> Completion:
         tokens = np.array(choice.get("token_ids") or [], np.int32)
@@ -120,9 +172,10 @@ class VllmServer:
             )
         return Completion(tokens, logprobs, choice["finish_reason"])
 
-    async def _is_healthy(self) -> bool:
+    async def is_healthy(self) -> bool:
+        """Return whether the server can answer requests."""
         try:
-            return (await self._http.get("/health")).status_code == 200
+            return (await self._health_http.get("/health")).status_code == 200
         except httpx2.TransportError:
             return False
 
@@ -130,10 +183,8 @@ class VllmServer:
         return (await self._request("GET", "/v1/models"))["data"]
 
     async def _request(self, method: str, path: str, body: Any = None) -> Any:
-        try:
-            response = await self._http.request(method, path, json=body)
-        except httpx2.TransportError as error:
-            raise self._lost_error(error) from error
+        response = await self._send(method, path, body)
+        self.num_answers += 1
         if response.status_code == 200:
             is_json = response.headers.get("content-type", "").startswith("application/json")
             return response.json() if is_json else response.text
@@ -145,17 +196,52 @@ class VllmServer:
                 "; start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
                 "environment"
             )
+        # A server whose engine has ended answers for some seconds.
+        if response.status_code >= 500 and not await self.is_healthy():
+            raise await self._lost_error(f"is not healthy ({reason})")
         raise UserError(reason)
 
-    def _lost_error(self, error: Exception) -> EngineClosedError:
-        if self.process is not None and self.process.status is not None:
-            return EngineClosedError(
-                f"{self.process.describe_end()}\nMake a new ServiceClient, and load the last "
-                "checkpoint"
-            )
-        return EngineClosedError(
-            f"the vLLM server at {self.url} does not answer ({type(error).__name__}: {error}); "
-            "start it again, make a new ServiceClient, and load the last checkpoint"
+    async def _send(self, method: str, path: str, body: Any) -> httpx2.Response:
+        """Return the response. Raise ServerLostError if the server is lost."""
+        for attempt in range(1, _NUM_ATTEMPTS + 1):
+            if self.fault is not None:
+                raise ServerLostError(self.fault)
+            request = asyncio.ensure_future(self._http.request(method, path, json=body))
+            self._requests.add(request)
+            try:
+                return await request
+            except httpx2.TransportError as error:
+                reason = f"does not answer ({type(error).__name__}: {error})"
+                if attempt == _NUM_ATTEMPTS or not await self.is_healthy():
+                    raise await self._lost_error(reason) from error
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if self.fault is None or (task is not None and task.cancelling()):
+                    raise
+                raise ServerLostError(self.fault) from None
+            finally:
+                self._requests.discard(request)
+        raise AssertionError
+
+    async def _lost_error(self, reason: str) -> ServerLostError:
+        """Give the server up, and return the error of its requests."""
+        self.give_up(await self.describe_loss(reason))
+        return ServerLostError(self.fault)
+
+    async def describe_loss(self, reason: str) -> str:
+        """Return an error message: how the process has ended, or the reason if it runs."""
+        if self.process is not None:
+            end = time.monotonic() + _END_SECONDS
+            while self.process.status is None and time.monotonic() < end:
+                await asyncio.sleep(_POLL_SECONDS)
+            if self.process.status is not None:
+                return (
+                    f"{self.process.describe_end()}\nMake a new ServiceClient, and load the last "
+                    "checkpoint"
+                )
+        return (
+            f"the vLLM server at {self.url} {reason}; start it again, make a new ServiceClient, "
+            "and load the last checkpoint"
         )
 
 
