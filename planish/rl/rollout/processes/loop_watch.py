@@ -58,9 +58,15 @@ class LoopWatch:
 
     def _update(self) -> None:
         # Code outside of time limits, such as make_envs, may block as long as it likes.
-        longest = [None if not group or None in group else max(group) for group in self._groups]  # pyright: ignore[reportArgumentType]
+        longest = [_longest(group) for group in self._groups]
         seconds = [limit for limit in longest if limit is not None]
         if seconds and len(seconds) == len(longest):
             faulthandler.dump_traceback_later(max(seconds) + _EXTRA_SECONDS, exit=True)
         else:
             faulthandler.cancel_dump_traceback_later()
+
+
+def _longest(limits: list[float | None]) -> float | None:
+    """Return the longest time limit, or None if there is none or one is missing."""
+    seconds = [limit for limit in limits if limit is not None]
+    return max(seconds) if seconds and len(seconds) == len(limits) else None
