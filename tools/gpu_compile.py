@@ -1,9 +1,10 @@
 """Compile the Triton kernels for all supported architectures, and compare with the limits.
 
-    python tools/gpu_compile.py              compile for all architectures (an hour of one core)
-    python tools/gpu_compile.py 89 90        compile for some
-    python tools/gpu_compile.py --sample     compile the small selection that a test compiles
-    python tools/gpu_compile.py --write      also record the numbers
+    python tools/gpu_compile.py                 compile for all architectures
+    python tools/gpu_compile.py 89 90           compile for some
+    python tools/gpu_compile.py --processes 4   compile in 4 processes; the default is one per core
+    python tools/gpu_compile.py --sample        compile the small selection that a test compiles
+    python tools/gpu_compile.py --write         also record the numbers
 
 Another version of Triton needs no GPU and no other torch. Its limits are those of the newest
 recorded version, until --write records its own:
@@ -29,7 +30,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,26 @@ class Model:
     """A small model whose layers have the sizes of a known model."""
 
     family: str
+    """A family of `tiny_model`, or a model type whose layers transformers' code computes."""
     sizes: dict[str, Any]
     schemes: tuple[str | None, ...] = (None,)
-    has_mxfp4: bool = False
-    """Whether the experts are in mxfp4, as in the checkpoints of gpt-oss."""
+    stored: str | None = None
+    """The format in which the checkpoint stores quantized weights: "mxfp4" (the experts of gpt-oss),
+    "fp8" with one scale for each block of 128 x 128 weights, or None.
+    """
+
+    def write(self, directory: Path) -> Path:
+        """Write the model into `directory`, and return it."""
+        from planish.testing import CONFIGS, tiny_model, tiny_transformers_model
+        from planish.testing_quantized import use_fp8, use_mxfp4
+
+        if self.family not in CONFIGS:
+            return tiny_transformers_model(directory, self.family, dtype="bfloat16", **self.sizes)
+        tiny_model(directory, self.family, dtype="bfloat16", **({"layers": 1} | self.sizes))
+        if self.stored == "fp8":
+            config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+            return use_fp8(directory, config, (128, 128), "weight_scale_inv")
+        return directory if self.stored is None else use_mxfp4(directory)
 
 
 MODELS = {
@@ -111,21 +128,31 @@ MODELS = {
     "experts in mxfp4": Model(
         "gpt_oss",
         {"hidden_size": 128, "experts": 8, "experts_per_token": 8, "expert_size": 64},
-        has_mxfp4=True,
+        stored="mxfp4",
+    ),
+    "experts in fp8": Model(
+        "qwen3_moe",
+        {"hidden_size": 128, "experts": 8, "experts_per_token": 8, "expert_size": 128},
+        stored="fp8",
     ),
     "the layers of Qwen3-8B": Model(
         "qwen3",
         {"hidden_size": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 4096},
         (None, "int8", "nf4"),
     ),
+    "layers in fp8": Model(
+        "qwen3",
+        {"hidden_size": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 4096},
+        stored="fp8",
+    ),
     "the vocabulary of Qwen3-8B": Model(
         "qwen3", {"hidden_size": 128, "vocab_size": 151_936, "intermediate": 128}
     ),
     "the heads of Llama-3.2-3B": Model(
-        "llama", {"hidden_size": 128, "heads": 24, "kv_heads": 8, "head_dim": 128}
+        "llama", {"hidden_size": 384, "heads": 24, "kv_heads": 8, "head_dim": 128}
     ),
     "the heads of Qwen2.5-7B": Model(
-        "qwen2", {"hidden_size": 128, "heads": 28, "kv_heads": 4, "head_dim": 128}
+        "qwen2", {"hidden_size": 448, "heads": 28, "kv_heads": 4, "head_dim": 128}
     ),
     "the heads of Gemma 3": Model(
         "gemma3", {"hidden_size": 128, "heads": 8, "kv_heads": 4, "head_dim": 256, "window": 64}
@@ -156,8 +183,32 @@ MODELS = {
         "qwen3_5_moe",
         {"hidden_size": 128, "layers": 2, "experts": 8, "experts_per_token": 8, "expert_size": 64},
     ),
+    # The code of transformers computes the layers of the others. Of these, the trainer's attention,
+    # the experts and the head are planish's kernels.
+    "LFM2-8B-A1B": Model(
+        "lfm2_moe",
+        {
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_experts": 8,
+            "num_experts_per_tok": 8,
+        },
+        (None, "int8"),
+    ),
+    "the heads of GLM-4.5": Model(
+        "glm4_moe",
+        {
+            "hidden_size": 96,
+            "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+    ),
 }
-"""Every family that planish has a decoder for. Other models differ in sizes only."""
+"""Every family that planish has a decoder for, and models that the code of transformers runs. Other
+models differ in sizes only.
+"""
 
 
 class LaunchRecorder:
@@ -288,18 +339,25 @@ def warps_at_once(architecture: Architecture, registers: int, shared: int, warps
     return programs * warps
 
 
-def measure(capability: int, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+def measure(
+    capability: int, cases: Mapping[str, Mapping[str, Any]], num_processes: int
+) -> dict[str, dict[str, int]]:
     """Compile the cases of each module, and return the worst numbers of each kernel.
 
     Raises RuntimeError if a kernel does not compile.
     """
-    from hopper import resources
+    from hopper import compile_all
 
-    architecture = ARCHITECTURES[capability]
+    architecture, target = ARCHITECTURES[capability], ("cuda", capability, 32)
+    pairs = [(module, case) for module, by_text in cases.items() for case in by_text.values()]
+    # Neighbours in the list are cases of one kernel, which take about the same time.
+    parts = [pairs[first::num_processes] for first in range(min(num_processes, len(pairs)))]
+    with ThreadPoolExecutor(num_processes) as pool:
+        tasks = ([(module, target, case) for module, case in part] for part in parts)
+        results_of_parts = list(pool.map(compile_all, tasks))
     found: dict[str, dict[str, int]] = {}
-    for module, by_text in cases.items():
-        results = resources(module, list(by_text.values()), ("cuda", capability, 32))
-        for case, result in zip(by_text.values(), results, strict=True):
+    for part, results in zip(parts, results_of_parts, strict=True):
+        for (module, case), result in zip(part, results, strict=True):
             warps = warps_at_once(architecture, result.registers, result.shared, case.warps)
             numbers = {"spilled": result.spilled, "shared": result.shared, "warps": warps}
             numbers |= {"registers": result.registers, "wgmma": result.wgmma}
@@ -339,6 +397,18 @@ def recorded_numbers() -> dict[str, Any]:
     return found
 
 
+def recorded_text(recorded: Mapping[str, Any]) -> str:
+    """Return the recorded numbers as JSON with one line for each kernel."""
+    versions = []
+    for version, by_architecture in recorded.items():
+        architectures = []
+        for capability, kernels in by_architecture.items():
+            lines = [f"   {json.dumps(name)}: {json.dumps(own)}" for name, own in kernels.items()]
+            architectures.append(f'  "{capability}": {{\n' + ",\n".join(lines) + "\n  }")
+        versions.append(f' "{version}": {{\n' + ",\n".join(architectures) + "\n }")
+    return "{\n" + ",\n".join(versions) + "\n}\n"
+
+
 def triton_version() -> str:
     """Return the first two parts of Triton's version, such as "3.7"."""
     import triton
@@ -362,24 +432,11 @@ def recorded_cases(
     from gpu_counts import on_pretended_gpu
 
     from planish.model.kernels.triton import common
-    from planish.testing import tiny_model
-    from planish.testing_quantized import use_mxfp4
 
-    default_sizes: dict[str, Any] = {"layers": 1}
     models = list(MODELS.items())[: SAMPLED_MODELS if sample else None]
+    known: dict[tuple[int, str, int], dict[str, dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        directories = [
-            tiny_model(
-                Path(folder) / name.replace(" ", "-"),
-                model.family,
-                dtype="bfloat16",
-                **(default_sizes | model.sizes),
-            )
-            for name, model in models
-        ]
-        for directory, (_, model) in zip(directories, models, strict=True):
-            if model.has_mxfp4:
-                use_mxfp4(directory)
+        directories = [model.write(Path(folder) / name.replace(" ", "-")) for name, model in models]
         with on_pretended_gpu() as marks:
             for capability in capabilities:
                 architecture = ARCHITECTURES[capability]
@@ -387,7 +444,11 @@ def recorded_cases(
                 patch.setattr(common, "shared_memory", lambda _, own=architecture: own.shared)
                 patch.setattr(torch.cuda, "get_device_capability", lambda _=None, own=number: own)
                 used = directories[:1] if sample and capability != 90 else directories
-                cases = record(architecture, used, marks).cases
+                # The launches depend on nothing else of an architecture.
+                key = (architecture.shared, architecture.dtype, len(used))
+                if key not in known:
+                    known[key] = record(architecture, used, marks).cases
+                cases = known[key]
                 if sample:
                     cases = {m: c for m, c in cases.items() if short_name(m) in SAMPLED_MODULES}
                 yield capability, cases
@@ -397,6 +458,7 @@ def main() -> int:
     """Compile, compare and perhaps write. Return 1 if a kernel misses its limit."""
     parser = argparse.ArgumentParser(description="registers, memory and warps of the GPU kernels")
     parser.add_argument("architectures", nargs="*", type=int, choices=[*ARCHITECTURES, []])
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: the cores")
     parser.add_argument("--sample", action="store_true", help="compile what a test compiles")
     parser.add_argument("--write", action="store_true", help="record the numbers")
     arguments = parser.parse_args()
@@ -407,14 +469,14 @@ def main() -> int:
     default = SAMPLED_ARCHITECTURES if arguments.sample else tuple(ARCHITECTURES)
     capabilities = tuple(arguments.architectures) or default
     for capability, cases in recorded_cases(capabilities, sample=arguments.sample):
-        found = measure(capability, cases)
+        found = measure(capability, cases, arguments.processes)
         limits = limits_of(recorded, version, capability)
         wrong += [f"sm_{capability} {line}" for line in violations(capability, found, limits)]
         for kernel, numbers in found.items():
             print(f"sm_{capability}", kernel, json.dumps(numbers), flush=True)
         if arguments.write:
             recorded.setdefault(version, {}).setdefault(str(capability), {}).update(found)
-            RECORDED.write_text(json.dumps(recorded, indent=1) + "\n")
+            RECORDED.write_text(recorded_text(recorded))
     print("\n".join(wrong) or "every kernel is within its limits")
     return int(bool(wrong))
 

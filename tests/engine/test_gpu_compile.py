@@ -5,8 +5,12 @@ import sys
 
 import gpu_compile
 import gpu_counts
+import hopper
 import pytest
 import torch
+from hopper import Case, Resources
+
+from planish.testing import CONFIGS
 
 pytest.importorskip("triton")
 
@@ -38,7 +42,46 @@ def test_the_recorded_numbers_have_the_compiled_sample():
 
 
 def test_every_family_with_a_decoder_is_compiled():
-    assert {model.family for model in gpu_compile.MODELS.values()} == set(gpu_counts.FAMILIES)
+    families = {model.family for model in gpu_compile.MODELS.values()}
+    assert families & CONFIGS.keys() == set(gpu_counts.FAMILIES)
+    assert families - CONFIGS.keys() == {"lfm2_moe", "glm4_moe"}
+
+
+def test_the_recorded_file_is_the_text_of_its_numbers():
+    text = gpu_compile.RECORDED.read_text()
+    assert text == gpu_compile.recorded_text(gpu_compile.recorded_numbers())
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
+def test_the_worst_numbers_do_not_depend_on_the_number_of_processes(num_processes, monkeypatch):
+    """Each process compiles a part of the cases."""
+    cases = {
+        f"planish.{module}_kernels": {
+            f"{kernel} {size}": Case(f"{kernel}_kernel", {}, {"SIZE": size}, warps=4)
+            for kernel in ("first", "second")
+            for size in sizes
+        }
+        for module, sizes in (("a", (16, 32, 64)), ("b", (8,)))
+    }
+    parts = []
+
+    def compile_all(tasks):
+        parts.append(len(tasks))
+        assert {target for _, target, _ in tasks} == {("cuda", 89, 32)}
+        return [
+            Resources(case.kernel, 32, case.constants["SIZE"], 10 * case.constants["SIZE"])
+            for _, _, case in tasks
+        ]
+
+    monkeypatch.setattr(hopper, "compile_all", compile_all)
+    found = gpu_compile.measure(89, cases, num_processes)
+    assert len(parts) == num_processes
+    assert sum(parts) == 8
+    largest = {"a": 64, "b": 8}
+    assert list(found) == [f"{m}.{k}_kernel" for m in largest for k in ("first", "second")]
+    for name, numbers in found.items():
+        size = largest[name[0]]
+        assert (numbers["spilled"], numbers["shared"]) == (size, 10 * size)
 
 
 NUMBERS = {"spilled": 0, "shared": 1000, "warps": 8, "wgmma": 4}

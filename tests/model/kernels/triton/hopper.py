@@ -1,8 +1,8 @@
 """Compile Triton kernels for an H100, H200 or another GPU, without such a machine. The compiler
 rejects some programs that the interpreter accepts.
 
-Usage: `python hopper.py MODULE`, with the cases as JSON on its input. It needs a separate process,
-because a process either interprets or compiles.
+Usage: `python hopper.py`, with a list of [module, target, case] as JSON on its input. It needs a
+separate process, because a process either interprets or compiles.
 """
 
 import importlib
@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -48,19 +49,26 @@ class Resources:
     """The number of Hopper's matmul instructions in the program."""
 
 
-def resources(
-    module: str, cases: list[Case], target: tuple[str, int | str, int] = ("cuda", 90, 32)
-) -> list[Resources]:
+Target = tuple[str, int | str, int]
+"""The backend, the architecture and the threads per warp."""
+
+
+def resources(module: str, cases: list[Case], target: Target = ("cuda", 90, 32)) -> list[Resources]:
     """Compile each case with the kernels of `module`. Raise RuntimeError with the compiler's
     message if one fails.
 
-    `target`: backend, architecture and threads per warp. Registers and spills are 0 for AMD.
+    Registers and spills are 0 for AMD.
     """
+    return compile_all([(module, target, case) for case in cases])
+
+
+def compile_all(cases: Sequence[tuple[str, Target, Case]]) -> list[Resources]:
+    """Compile cases of several modules and targets in one process (see `resources`)."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    given = json.dumps([asdict(case) for case in cases])
+    given = json.dumps([(module, target, asdict(case)) for module, target, case in cases])
     done = subprocess.run(
-        [sys.executable, __file__, module, json.dumps(target)],
+        [sys.executable, __file__],
         input=given,
         env=environment,
         capture_output=True,
@@ -73,10 +81,11 @@ def resources(
 
 
 def main() -> None:
-    module = importlib.import_module(sys.argv[1])
-    target = json.loads(sys.argv[2])
-    cases = [Case(**case) for case in json.load(sys.stdin)]
-    print(json.dumps([asdict(_compile(module, case, target)) for case in cases]))
+    found = [
+        asdict(_compile(importlib.import_module(module), Case(**case), target))
+        for module, target, case in json.load(sys.stdin)
+    ]
+    print(json.dumps(found))
 
 
 def _compile(module, case: Case, target: list) -> Resources:
