@@ -11,6 +11,9 @@ each round. `decode`: `samples` samples of `new_tokens` tokens each from one pro
 different sequences for an adapter on the linears of attention and MLP, by `forward_backward` and by
 PEFT, which keeps the adapters of a bf16 model in float32. Adapters of experts are left out of both.
 
+planish computes the families of SLICES with its own decoder, those of TRANSFORMERS_SLICES with the
+code of transformers, and with `own_decoders=False` all of them with that code.
+
 The script prints one JSON object with medians, the ratio of the rates (above 1: planish is faster),
 and `others`, the largest share of the cores that other programs used in a round. Beside other
 programs the ratio says more about the scheduler than about the two libraries.
@@ -35,8 +38,9 @@ from transformers import AutoModelForCausalLM
 
 from planish import ServiceClient
 from planish.model.architecture.config import ModelConfig
+from planish.model.architecture.hf_config.families import FAMILIES
 from planish.model.layers.lora import LoraLayout
-from planish.testing import tiny_model
+from planish.testing import tiny_model, tiny_transformers_model
 from planish.types import Datum, LoraConfig, ModelInput, SamplingParams
 
 VOCAB_SIZE = 4096
@@ -98,12 +102,53 @@ Phi-4-mini. Of the two layers of Qwen3.5, one is a gated delta net and one has a
 """
 
 
+def _fields(
+    hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int | None, **more: Any
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 4096,
+        **more,
+    }
+
+
+TRANSFORMERS_SLICES: Mapping[str, Mapping[str, Any]] = {
+    "gemma2": _fields(2304, 9216, 8, 4, 256, sliding_window=4096, query_pre_attn_scalar=256),
+    "granite": _fields(2048, 8192, 32, 8, None),
+    "glm4": _fields(4096, 13696, 32, 2, 128),
+    "olmo2": _fields(2048, 8192, 16, 16, None),
+    "cohere": _fields(4096, 14336, 32, 8, None),
+    "mixtral": _fields(
+        2048, 7168, 16, 4, 128, num_local_experts=8, num_experts_per_tok=2, sliding_window=None
+    ),
+    "lfm2": _fields(
+        2048,
+        8192,
+        32,
+        8,
+        None,
+        layer_types=["conv", "full_attention", "conv"],
+        block_auto_adjust_ff_dim=False,
+        num_hidden_layers=3,
+    ),
+}
+"""Widths of Gemma 2 2B, Granite 3.3 2B, GLM-4 9B, OLMo 2 1B, Command R7B, Mixtral 8x7B (halved) and
+LFM2 1.2B. LFM2 has three layers here: attention between two short convolutions.
+"""
+
+
 @chz.chz
 class Options:
-    families: tuple[str, ...] = tuple(SLICES)
+    families: tuple[str, ...] = (*SLICES, *TRANSFORMERS_SLICES)
     directory: str = str(Path(tempfile.gettempdir()) / "planish-family-slices")
     prepare: bool = False
     """Only write the models that `directory` lacks."""
+    own_decoders: bool = True
+    """False: the code of transformers computes also the families that have a decoder of planish."""
     samples: int = 8
     prompt_tokens: int = 32
     new_tokens: int = 24
@@ -117,6 +162,8 @@ def main(options: Options) -> None:
     paths = {family: _prepare_slice(Path(options.directory), family) for family in options.families}
     if options.prepare:
         return
+    if not options.own_decoders:
+        FAMILIES.clear()
     report = {}
     for family, path in paths.items():
         # A service of its own frees the memory of each family before the next one.
@@ -139,7 +186,11 @@ def main(options: Options) -> None:
 def _prepare_slice(directory: Path, family: str) -> Path:
     path = directory / family
     if not (path / "tokenizer.json").is_file():  # written last
-        tiny_model(path, family, vocab_size=VOCAB_SIZE, dtype="bfloat16", **SLICES[family])
+        if family in SLICES:
+            tiny_model(path, family, vocab_size=VOCAB_SIZE, dtype="bfloat16", **SLICES[family])
+        else:
+            sizes = {"vocab_size": VOCAB_SIZE, **TRANSFORMERS_SLICES[family]}
+            tiny_transformers_model(path, family, dtype="bfloat16", **sizes)
     return path
 
 
@@ -205,7 +256,7 @@ def _trainers(
     options: Options, service: ServiceClient, path: Path
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     config = ModelConfig.from_directory(path)
-    lora = LoraConfig(rank=options.rank, train_unembed=False, train_mlp="moe" not in config.family)
+    lora = LoraConfig(rank=options.rank, train_unembed=False, train_mlp=config.num_experts == 0)
     client = service.create_lora_training_client(
         base_model=str(path),
         rank=lora.rank,

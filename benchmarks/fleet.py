@@ -3,10 +3,9 @@ replicas than this machine has.
 
     python benchmarks/fleet.py            writes results/fleet.json; needs planish[ray]
 
-The systems run one after another, so that their memory does not add up: an engine in this process,
-fleets with one CPU for each replica, one replica with two CPUs, and the engine again. Each runs
-iterations (W3), of which the first does not count, and prints its figures when it is done. The
-simulation takes the measured costs of one iteration and asks for n replicas which part of a step
+The fleets run one after another, so that their memory does not add up: with one CPU for each
+replica, then one replica with two CPUs. Iterations (W3) of each fleet alternate with those of an
+engine in this process, which computes with one thread; the first ones do not count. The simulation takes the measured costs of one iteration and asks for n replicas which part of a step
 does not shrink with n: the head's process, which submits requests and receives results; the object
 store, which sends each version to each replica; and the home, which adds gradients and steps.
 """
@@ -120,22 +119,26 @@ def main(options: Options) -> None:
     torch.set_num_threads(1)  # for the engine in this process
     summaries: dict[str, dict[str, Any]] = {}
     home_costs: HomeCosts | None = None
-    with tempfile.TemporaryDirectory() as directory:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        planish.ServiceClient(data_dir=directory) as engine,
+    ):
+        engine_client = training_client(engine, options.model)
+        measure(engine_client, shape, 0)
         for name, (replicas, cpus) in systems(options.replicas).items():
-            fleet = start_fleet(options.model, directory, replicas, cpus) if replicas else None
-            service = planish.ServiceClient(data_dir=directory, service=fleet)
-            client = service.create_lora_training_client(
-                options.model, rank=32, train_unembed=False
-            )
-            rows = [measure(client, shape, number) for number in range(options.rounds + 1)]
-            summaries[name] = summary(rows[1:], fleet)
-            print(json.dumps({name: summaries[name]}), flush=True)
-            if fleet is not None and home_costs is None:
-                home_costs = measure_home(fleet, client)
-            del client
-            service.close()
-            if fleet is not None:
-                fleet.close()
+            fleet = start_fleet(options.model, directory, replicas, cpus)
+            with planish.ServiceClient(data_dir=directory, service=fleet) as service:
+                client = training_client(service, options.model)
+                measure(client, shape, 0)
+                pairs = [
+                    (measure(engine_client, shape, number), measure(client, shape, number))
+                    for number in range(1, options.rounds + 1)
+                ]
+                summaries[name] = summary(pairs, fleet)
+                print(json.dumps({name: summaries[name]}), flush=True)
+                home_costs = home_costs or measure_home(fleet, client)
+                del client
+            fleet.close()
     leave_cluster()
     assert home_costs is not None
     costs = step_costs(home_costs, summaries, options.replicas)
@@ -151,15 +154,8 @@ def fleet_name(replicas: int) -> str:
 
 
 def systems(replicas: Sequence[int]) -> dict[str, tuple[int, int]]:
-    """Return the number of replicas of each system, 0 for an engine in this process, and the CPUs
-    of each replica. The engine comes first and last, which shows how much the machine has changed.
-    """
-    return {
-        "engine in this process": (0, 1),
-        **{fleet_name(count): (count, 1) for count in replicas},
-        "1 replica, 2 CPUs": (1, 2),
-        "engine in this process, again": (0, 1),
-    }
+    """Return the number of replicas of each fleet, and the CPUs of each replica."""
+    return {**{fleet_name(count): (count, 1) for count in replicas}, "1 replica, 2 CPUs": (1, 2)}
 
 
 def start_fleet(model: str, directory: str, replicas: int, cpus: int) -> Fleet:
@@ -167,6 +163,10 @@ def start_fleet(model: str, directory: str, replicas: int, cpus: int) -> Fleet:
     return Fleet(
         lambda: RayLink(engine_options, Resources(0, cpus)), replicas, put=import_ray().put
     )
+
+
+def training_client(service: planish.ServiceClient, model: str) -> planish.TrainingClient:
+    return service.create_lora_training_client(model, rank=32, train_unembed=False)
 
 
 def measure(client: planish.TrainingClient, shape: Shape, number: int) -> dict[str, float]:
@@ -187,12 +187,17 @@ def measure(client: planish.TrainingClient, shape: Shape, number: int) -> dict[s
     }
 
 
-def summary(rows: list[dict[str, float]], fleet: Fleet | None) -> dict[str, Any]:
-    """Return the medians over the rounds, and the memory of the replicas in bytes."""
+def summary(
+    pairs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]], fleet: Fleet
+) -> dict[str, Any]:
+    """Return the medians over the rounds of a fleet, its throughput relative to the engine's in the
+    same rounds, and the memory of the replicas in bytes.
+    """
+    rows = [row for _, row in pairs]
     medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    replicas = [] if fleet is None else fleet.replicas.replicas
-    memory = [replica.link.request("ping").resident_bytes for replica in replicas]
-    return {**medians, "replica_bytes": memory, "rounds": rows}
+    memory = [replica.link.request("ping").resident_bytes for replica in fleet.replicas.replicas]
+    ratios = [engine["seconds"] / row["seconds"] for engine, row in pairs]
+    return {**medians, "ratio": statistics.median(ratios), "replica_bytes": memory, "pairs": pairs}
 
 
 def measure_home(fleet: Fleet, client: planish.TrainingClient) -> HomeCosts:

@@ -36,6 +36,8 @@ TITLES = {
     },
 }
 Row = Sequence[str]
+FLEET_PARTS = ("replicas", "head", "object store", "home")
+"""The parts of a simulated step, as fleet.py names them."""
 
 
 def main() -> None:
@@ -213,6 +215,44 @@ def adapters_table(report: Mapping[str, Any]) -> str:
     return provenance(report) + table(heads, rows) + first
 
 
+def fleet_table(report: Mapping[str, Any]) -> str:
+    """Medians of rounds, and the simulation of larger fleets from the measured costs."""
+    rows = [
+        [
+            name,
+            f"{system['seconds']:.1f}",
+            f"{system['tokens_per_second']:.0f}",
+            f"{system['ratio']:.2f}",
+            f"{1e3 * system['publish_seconds']:.0f}",
+            ", ".join(f"{size / 2**30:.1f}" for size in system["replica_bytes"]),
+        ]
+        for name, system in report["systems"].items()
+    ]
+    heads = (
+        "fleet",
+        "seconds of a step",
+        "tokens per second",
+        "relative to one engine with one thread",
+        "publishing, ms",
+        "GiB of each replica",
+    )
+    simulated = [
+        [
+            str(step["replicas"]),
+            f"{step['seconds']:.2f}",
+            *(f"{step['parts'][part]:.2f}" for part in FLEET_PARTS),
+            f"{step['efficiency']:.0%}",
+        ]
+        for step in report["simulation"]
+    ]
+    return "\n".join(
+        (
+            provenance(report) + table(heads, rows),
+            table(("replicas, simulated", "seconds", *FLEET_PARTS, "efficiency"), simulated),
+        )
+    )
+
+
 def gpu_table(report: Mapping[str, Any]) -> str:
     """Measurements of gpu.py, with their shares of the GPU's limits."""
     rows = [
@@ -279,6 +319,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "adapters": adapters_table,
     "start": start_table,
     "overheads": overheads_table,
+    "fleet": fleet_table,
     "gpu-qwen3-8b": gpu_table,
     "gpu-qwen3-0.6b": gpu_table,
     "gpu-smollm2-135m-instruct": gpu_table,
