@@ -5,9 +5,10 @@ replicas than this machine has.
 
 The fleets run one after another, so that their memory does not add up: with one CPU for each
 replica, then one replica with two CPUs. Iterations (W3) of each fleet alternate with those of an
-engine in this process, which computes with one thread; the first ones do not count. The simulation takes the measured costs of one iteration and asks for n replicas which part of a step
-does not shrink with n: the head's process, which submits requests and receives results; the object
-store, which sends each version to each replica; and the home, which adds gradients and steps.
+engine in this process, which computes with one thread; the first ones do not count. The simulation takes the measured costs of one iteration and gives each of n replicas the work of one
+iteration. It asks which part of a step grows with n: the head's process, which submits requests and
+receives results; the object store, which sends each version to each replica; and the home, which
+adds gradients and steps.
 """
 
 import json
@@ -67,32 +68,33 @@ class StepCosts(HomeCosts):
     """The costs of one iteration, in seconds unless said otherwise."""
 
     compute_seconds: float
-    """Sampling and gradients of one replica, which n replicas share."""
+    """Sampling and gradients of one replica."""
     head_seconds: float
-    """Processor time of the head's process with one replica."""
-    head_seconds_per_replica: float
-    """What each further replica adds to it."""
+    """Processor time of the head's process for the work of one replica."""
+    samples: int
+    """The samples of one replica."""
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """An iteration of n replicas: the seconds of each part that does not shrink with n."""
+    """An iteration of n replicas, and the seconds of each part."""
 
     replicas: int
     seconds: float
+    samples_per_second: float
     parts: Mapping[str, float]
     bottleneck: str
+    """The longest part beside the computing replicas."""
     efficiency: float
     """The throughput relative to n times that of one replica without overhead."""
 
 
 def simulate(costs: StepCosts, replicas: int) -> SimulatedStep:
-    """Return the iteration of `replicas`. Each part is a queue with one server, except compute."""
+    """Return the iteration of `replicas`. The parts run one after another."""
     transfer_seconds = costs.version_bytes / NETWORK_BYTES_PER_SECOND
     parts = {
-        "replicas": costs.compute_seconds / replicas,
-        # The number of requests is the same, and each replica adds the results of its part.
-        "head": costs.head_seconds + costs.head_seconds_per_replica * (replicas - 1),
+        "replicas": costs.compute_seconds,
+        "head": costs.head_seconds * replicas,
         # Ray sends an object along a tree of the nodes that have it.
         "object store": costs.export_seconds + transfer_seconds * (replicas - 1).bit_length(),
         # The gradients of all replicas arrive at the home, which adds them.
@@ -104,9 +106,10 @@ def simulate(costs: StepCosts, replicas: int) -> SimulatedStep:
     return SimulatedStep(
         replicas,
         seconds,
+        replicas * costs.samples / seconds,
         parts,
         max(others, key=lambda name: others[name]),
-        costs.compute_seconds / replicas / seconds,
+        costs.compute_seconds / seconds,
     )
 
 
@@ -134,14 +137,14 @@ def main(options: Options) -> None:
                     (measure(engine_client, shape, number), measure(client, shape, number))
                     for number in range(1, options.rounds + 1)
                 ]
-                summaries[name] = summary(pairs, fleet)
+                summaries[name] = summary(pairs, fleet) | {"idle_share": idle_share()}
                 print(json.dumps({name: summaries[name]}), flush=True)
                 home_costs = home_costs or measure_home(fleet, client)
                 del client
             fleet.close()
     leave_cluster()
     assert home_costs is not None
-    costs = step_costs(home_costs, summaries, options.replicas)
+    costs = step_costs(home_costs, summaries, options.replicas, shape.prompts * shape.samples)
     report["systems"] = summaries
     report["costs"] = asdict(costs)
     report["simulation"] = [asdict(simulate(costs, count)) for count in SIMULATED]
@@ -220,16 +223,34 @@ def measure_home(fleet: Fleet, client: planish.TrainingClient) -> HomeCosts:
     )
 
 
+def idle_share(seconds: float = 5.0) -> float:
+    """Return the processor time of this process per second while the fleet waits for work: threads
+    of Ray, which run whatever the fleet does.
+    """
+    before = time.process_time()
+    time.sleep(seconds)
+    return (time.process_time() - before) / seconds
+
+
 def step_costs(
-    home: HomeCosts, summaries: Mapping[str, Mapping[str, Any]], replicas: Sequence[int]
+    home: HomeCosts,
+    summaries: Mapping[str, Mapping[str, Any]],
+    replicas: Sequence[int],
+    samples: int,
 ) -> StepCosts:
-    """Return the costs of a step on the first fleet, which is the smallest one."""
+    """Return the costs of a replica in one step. The head's work for a replica is that for the
+    smallest fleet, plus what each further replica of the largest one added to the same step.
+    """
     first, last = (summaries[fleet_name(replicas[index])] for index in (0, -1))
-    growth = last["head_seconds"] - first["head_seconds"]
+    head_first, head_last = (
+        max(0.0, fleet["head_seconds"] - fleet["idle_share"] * fleet["seconds"])
+        for fleet in (first, last)
+    )
+    growth = max(0.0, head_last - head_first) / max(1, replicas[-1] - replicas[0])
     return StepCosts(
-        compute_seconds=first["seconds"] - first["head_seconds"],
-        head_seconds=first["head_seconds"],
-        head_seconds_per_replica=max(0.0, growth / max(1, replicas[-1] - replicas[0])),
+        compute_seconds=first["seconds"] - head_first,
+        head_seconds=head_first + growth,
+        samples=samples,
         **asdict(home),
     )
 

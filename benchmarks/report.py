@@ -38,6 +38,7 @@ TITLES = {
 Row = Sequence[str]
 FLEET_PARTS = ("replicas", "head", "object store", "home")
 """The parts of a simulated step, as fleet.py names them."""
+SIMULATION_HEADS = ("replicas, simulated", "seconds", "samples/s", *FLEET_PARTS, "efficiency")
 
 
 def main() -> None:
@@ -240,6 +241,7 @@ def fleet_table(report: Mapping[str, Any]) -> str:
         [
             str(step["replicas"]),
             f"{step['seconds']:.2f}",
+            f"{step['samples_per_second']:.1f}",
             *(f"{step['parts'][part]:.2f}" for part in FLEET_PARTS),
             f"{step['efficiency']:.0%}",
         ]
@@ -248,7 +250,7 @@ def fleet_table(report: Mapping[str, Any]) -> str:
     return "\n".join(
         (
             provenance(report) + table(heads, rows),
-            table(("replicas, simulated", "seconds", *FLEET_PARTS, "efficiency"), simulated),
+            table(SIMULATION_HEADS, simulated),
         )
     )
 

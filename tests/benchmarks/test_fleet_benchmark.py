@@ -1,33 +1,44 @@
-"""The simulation of benchmarks/fleet.py: which part of a step does not shrink with the replicas."""
+"""The simulation of benchmarks/fleet.py: which part of a step grows with the replicas."""
 
 import pytest
-from fleet import NETWORK_BYTES_PER_SECOND, StepCosts, simulate
+from fleet import NETWORK_BYTES_PER_SECOND, HomeCosts, StepCosts, simulate, step_costs
 
-COSTS = StepCosts(
-    compute_seconds=100.0,
-    head_seconds=0.65,
-    head_seconds_per_replica=0.01,
+HOME = HomeCosts(
     export_seconds=0.1,
     version_bytes=int(NETWORK_BYTES_PER_SECOND),  # one second over the network
     gradient_bytes=int(2 * NETWORK_BYTES_PER_SECOND),
     home_seconds=0.2,
 )
+COSTS = StepCosts(**vars(HOME), compute_seconds=100.0, head_seconds=0.5, samples=128)
 
 
 def test_one_replica_sends_nothing():
     step = simulate(COSTS, 1)
     assert step.parts["object store"] == 0.1
     assert step.parts["home"] == 0.2
-    assert step.efficiency == pytest.approx(100 / (100 + 0.65 + 0.1 + 0.2))
+    assert step.efficiency == pytest.approx(100 / (100 + 0.5 + 0.1 + 0.2))
+    assert step.samples_per_second == pytest.approx(128 / step.seconds)
 
 
 @pytest.mark.parametrize("replicas", [8, 64, 512])
 def test_the_home_receives_the_gradients_of_all_replicas(replicas):
     step = simulate(COSTS, replicas)
-    assert step.parts["replicas"] == 100 / replicas
+    assert step.parts["replicas"] == 100.0
+    assert step.parts["head"] == replicas / 2
     assert step.parts["home"] == pytest.approx(0.2 + 2 * (replicas - 1))
     assert step.bottleneck == "home"
     assert step.seconds == pytest.approx(sum(step.parts.values()))
+    assert step.samples_per_second == pytest.approx(replicas * 128 / step.seconds)
+
+
+def test_rays_idle_threads_are_no_work_of_a_step():
+    summaries = {
+        "1 replicas, 1 CPU each": {"seconds": 40.0, "head_seconds": 1.3, "idle_share": 0.03},
+        "4 replicas, 1 CPU each": {"seconds": 20.0, "head_seconds": 1.3, "idle_share": 0.05},
+    }
+    costs = step_costs(HOME, summaries, (1, 4), samples=128)
+    assert costs.head_seconds == pytest.approx(0.1 + (0.3 - 0.1) / 3)
+    assert costs.compute_seconds == pytest.approx(39.9)
 
 
 def test_a_version_reaches_the_replicas_along_a_tree():

@@ -82,12 +82,15 @@ def test_a_fleet_is_beside_the_engine_and_simulated(tmp_path):
         "ratio": 1.784,
     }
     parts = {"replicas": 2.5, "head": 0.5, "object store": 0.25, "home": 0.75}
-    step = {"replicas": 8, "seconds": 4.0, "parts": parts, "efficiency": 0.625}
+    step = {
+        **{"replicas": 8, "seconds": 4.0, "samples_per_second": 256.0},
+        **{"parts": parts, "efficiency": 0.625},
+    }
     report = {**HEADER, "systems": {"2 replicas": system}, "simulation": [step]}
     (tmp_path / "fleet.json").write_text(json.dumps(report))
     page = with_tables("<!-- table: fleet -->\n<!-- end -->", tmp_path)
     assert "| 2 replicas | 20.0 | 400 | 1.78 | 12 | 1.5, 1.0 |" in page
-    assert "| 8 | 4.00 | 2.50 | 0.50 | 0.25 | 0.75 | 62% |" in page
+    assert "| 8 | 4.00 | 256.0 | 2.50 | 0.50 | 0.25 | 0.75 | 62% |" in page
 
 
 def test_adapters_are_compared_round_by_round(tmp_path):
