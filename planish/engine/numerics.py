@@ -73,7 +73,8 @@ class Numerics:
             )
         expected = f"up to about {self.expected_kl:g}" if self.expected_kl else "0"
         return (
-            f"{self.dtype}{weights} on {self.device}, {self.kernels}{replaced}{code}; {invariant}{measured}; "
+            f"{self.dtype}{weights} on {self.device}, {self.kernels}{replaced}{code}; "
+            f"{invariant}{measured}; "
             f"on-policy kl_sample_train_v2 is {expected}, and above {self.alarm_kl:g} something is "
             "wrong"
         )

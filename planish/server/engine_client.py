@@ -185,7 +185,7 @@ class EngineClient:
             self._load_threads if is_slow else self._submit_threads,
             lambda: self._engine.submit(operation),
         )
-        del compiled  # until here, so that the submission finds it compiled
+        del compiled  # Kept until here, so that the submission finds it compiled.
         future.add_done_callback(self._note_outcome)
         return asyncio.wrap_future(future)
 
@@ -201,13 +201,13 @@ class EngineClient:
 
     async def check_sample(self, base_model: str, operation: Sample) -> None:
         """Raise ValueError if the sample request is invalid for every sampler of the base model.
-        The check runs in another thread, and loads the base model if necessary. A constraint is
-        compiled without a thread that waits for it, so that the constraints of one tenant do not
-        delay the requests of others. If this call is cancelled, the compilation is ended.
+        The check runs in another thread, and loads the base model if necessary. No thread waits
+        for the compilation of a constraint, so that the constraints of one tenant do not delay the
+        requests of others. If this call is cancelled, the compilation is ended.
         """
         compiled = await self._compiled_constraint(operation, base_model)
         await self.run_in_thread(lambda: self._engine.check_sample(base_model, operation))
-        del compiled  # until here, so that the check finds it compiled
+        del compiled  # Kept until here, so that the check finds it compiled.
 
     async def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
         """Return the memory that an adapter takes for training and for sampling."""

@@ -68,7 +68,7 @@ class Request:
     a request of an earlier process until its operation is read.
     """
     num_losses: int = 0
-    """How often a replica was lost while it ran this request before all others of its model."""
+    """How often a replica was lost while this was the first unanswered request of its model."""
     begun: float | None = None
     """When the request's turn came, in seconds since 1970; None until then."""
     answer_written: asyncio.Future[None] | None = None

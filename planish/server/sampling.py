@@ -71,7 +71,7 @@ class Sampling:
         has its slots.
         """
         self._ended_tasks: set[asyncio.Task[SampleResponse]] = set()
-        """The samples among them that were cancelled by a stop."""
+        """The tasks of `_connected_tasks` that were cancelled by a stop."""
         self._postponed_tasks: set[asyncio.Task[None]] = set()
         """Tasks that were cancelled by a stop. The next start runs their requests."""
 

@@ -6,14 +6,15 @@ The path of a sample, by module:
     scheduler.py    the request gets a `Prompt` and, as memory allows, `RunningSample`s
                     (reservations.py); samples that do not fit any more are preempted
     slots.py        the prompt and its samples get slots in the KV cache
-    prefill.py      steps compute the prompt, from its cached prefix (prefix_cache.py)
+    prefill.py      steps compute the prompt after its cached prefix (prefix_cache.py)
     plan.py         each step, the newest token of every sample becomes a row of a `StepPlan`
     model_runner.py the rows become hidden states and logits (cuda_graph_runner.py on a GPU)
     selection.py    the logits become the next tokens, and samples end (stopping.py)
     delivery.py     the sequences become the response of the request
 
-A new option of `SamplingParams` needs a check in validation.py. Then it depends on what the option
-changes:
+`SamplingParams` in types.py checks the range of each option, wire/sampling.py sends the options
+over the wire, and validation.py has the checks that need the model. Where a new option belongs
+depends on what it changes:
 
     logits before sampling                      adjustments.py
     filters of likely tokens                    token_sampling.py, and `filter_` of the backend

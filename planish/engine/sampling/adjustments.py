@@ -135,7 +135,8 @@ def _sample_adjusted(
     masks = _masks(adjustments, logits.shape[1], device)
     tokens, normalizer = backend.sample(logits, row_index, temperatures, uniforms_tensor, masks)
     # `backend.sample` applies only the masks. Its token is -1 if all allowed tokens are very
-    # unlikely. These rows, and rows with biases, penalties, filters or temperature 0, are sampled again.
+    # unlikely. These rows, and rows with biases, penalties, filters or temperature 0, are sampled
+    # again.
     resampled = [
         row
         for row, (p, token) in enumerate(zip(params, tokens.tolist(), strict=True))

@@ -1,9 +1,9 @@
-"""The samples of each decoding step, so that an owner with few samples does not wait for the many
-samples of another.
+"""Which samples take part in each decoding step, so that an owner with few samples does not wait
+for the many samples of another.
 
-A step with many samples takes long on a CPU, and each of its samples gets one token. A sample that
-takes part in such steps only would take as long for each token as all samples of the other owners
-together. So after a step with all samples, the owners with few samples get steps of their own, for
+A step with many samples takes long on a CPU, and each of its samples gets one token. In such steps,
+an owner with one sample would wait for each of its tokens as long as for one token of all samples.
+So after a step with all samples, the owners with few samples get steps of their own, for
 at most as long as that step took. Which samples are in a step does not change their tokens, because
 decoding is batch-invariant.
 

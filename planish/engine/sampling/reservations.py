@@ -100,7 +100,8 @@ class Reservations:
         """Reserve a slot with space for the sample's next rows, and return whether it fits.
 
         While a slot moves, the sample has two slots. The pools have space for this if the old slot
-        takes at most an eighth of the memory (`max_pool_bytes`). Beyond that it counts here.
+        takes at most an eighth of the memory (`max_pool_bytes`). The part above an eighth is added
+        to the reservation.
         """
         num_positions = sample.stored + sample.num_rows
         if num_positions <= sample.reserved_capacity:

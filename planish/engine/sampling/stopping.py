@@ -23,9 +23,8 @@ from planish.types import SamplingParams
 _MAX_CACHE_ENTRIES = 4096
 """The maximum number of entries in a condition's cache. A full cache is cleared.
 
-The stop strings of a request have at most 4,096 bytes together. While a text spells out a stop
-string, each token adds at most one entry. So spelling out all stop strings adds at most about one
-entry per byte of these strings.
+Spelling out all stop strings of a request adds at most about one entry per byte of these strings,
+because each token adds at most one. They have at most 4,096 bytes together.
 """
 
 

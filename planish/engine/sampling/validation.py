@@ -20,7 +20,8 @@ MAX_RESPONSE_BYTES = 512 << 20
 def max_tokens_of(op: Sample, prompt_length: int, config: ModelConfig) -> int:
     """Return the maximum number of tokens that each sample of the request may have.
 
-    `prompt_length`: the number of tokens of the prompt. The default is the remainder of the model's context. A prompt-only request has 0.
+    `prompt_length`: the number of tokens of the prompt. The default is the remainder of the model's
+    context. A prompt-only request has 0.
     """
     if op.prompt_only:
         return 0

@@ -49,7 +49,8 @@ def read_examples(
 ) -> list[Example]:
     """Return the datums as arrays.
 
-    `images`: the model's images; None if it reads only text. `max_trainable_tokens`: the longest sequence whose gradient fits into memory; None: no limit.
+    `images`: the model's images; None if it reads only text. `max_trainable_tokens`: the longest
+    sequence whose gradient fits into memory; None: no limit.
     Raise UserError or NonFiniteError for the first invalid datum. The error names the datum, its
     input and the remedy.
     """

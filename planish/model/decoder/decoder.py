@@ -1,4 +1,4 @@
-"""The decoder of the families in architecture/config.py: Llama 3.x, Qwen3, Gemma 3 and others.
+"""The decoder of the families in hf_config/families.py: Llama 3.x, Qwen3, Gemma 3 and others.
 
 These models share RMSNorm, RoPE and grouped-query attention. Each layer has a gated MLP or a
 mixture of experts, whose experts are gated MLPs.

@@ -42,7 +42,7 @@ class RequestRow(Record):
     """The id of the request's model or sampler."""
     seq: int
     state: str
-    """accepted, started, done, failed or refused. The top of store.py explains the states."""
+    """accepted, started, done, failed or refused. The top of schema.py explains the states."""
     digest: bytes | None
     """None if the request was rejected before its body was decoded."""
     accepted: float

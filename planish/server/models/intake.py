@@ -1,4 +1,4 @@
-"""How a model takes requests: which requests, and under which numbers.
+"""Which requests a model accepts, and the numbers that it gives them.
 
 A rejected request has used up its number, because the client continues with the next one. The
 journal records it as refused, so that a replay knows of it: after a refused forward_backward the

@@ -1,11 +1,11 @@
-"""How the engine runs the training requests that read or write a checkpoint.
+"""How the engine runs a model's training requests, and those that read or write a checkpoint.
 
 A request that reads a checkpoint works on a private copy. The copy is made and recorded first, so
 that a replay finds it even if the checkpoint was deleted. A save first records that its name was
 free. If the save is repeated after a crash, files under this name come from its own first run, and
 it overwrites them.
 
-A step does not change the model's state.
+The methods here do not change `ModelAdapter.state`.
 """
 
 from __future__ import annotations

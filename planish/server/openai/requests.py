@@ -273,8 +273,8 @@ class GenerationRequest(Request):
         constraint: Constraint | None,
     ) -> SamplingParams:
         """Return the sampling parameters. `extra_stop_ids` and `extra_stop_strings` are added to
-        the stop tokens and stop strings of the request; the ids only without `ignore_eos`. Raise WrongParameterError if a parameter is
-        invalid.
+        the stop tokens and stop strings of the request; the ids only without `ignore_eos`. Raise
+        WrongParameterError if a parameter is invalid.
         """
         try:
             return SamplingParams(

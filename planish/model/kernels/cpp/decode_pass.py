@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from typing import cast
 
@@ -58,6 +58,23 @@ class DecodeLayer:
     down: CppLinearWeight
     down_bias: Tensor | None
 
+
+_NATIVE_FIELDS = {
+    "activation",
+    "output_norms",
+    "norm_offset",
+    "embedding_scale",
+    "query_scalar",
+    "windows",
+    "local_rope",
+    "layers_without_rope",
+    "output_bias",
+    "fp8",
+    "vision",
+}
+"""The fields of ModelConfig that the native pass supports, besides those without a default. If a
+model has another value than the default in any other field, `Decoder.forward` computes its layers.
+"""
 
 _Layer = np.dtype([(field.name, np.int64) for field in fields(DecodeLayer)])
 
@@ -169,18 +186,13 @@ class CppDecodePasses:
         the model needs steps that only `Decoder.forward` implements.
         """
         config = self._config
-        if (
-            config.fused_projections
-            or config.joint_qk_norm
-            or not config.input_norms
-            or config.rotary_dims is not None
-            or config.query_scale_beta is not None
-            or config.output_gate
-            or config.delta_net is not None
-        ):
+        changed = {
+            field.name
+            for field in fields(config)
+            if field.default is not MISSING and getattr(config, field.name) != field.default
+        }
+        if not changed <= _NATIVE_FIELDS or config.activation == "clamped_swiglu":
             return None
-        if config.num_experts:
-            return None  # The native pass has no experts.
         layers = [
             _decode_layer(layer, config.window(index)) for index, layer in enumerate(decoder.layers)
         ]

@@ -583,7 +583,8 @@ class Sampling(Protocol):
     def filter_(self, weights: Tensor, params: Sequence[SamplingParams]) -> None:
         """Zero the weights [N, V] that top_k, then top_p, then min_p exclude.
 
-        The largest weight of each row must be 1. Of equal weights, the first ones stay.
+        The largest weight of each row must be 1. Of equal weights, the first ones stay. The kept
+        weights are those above a threshold, which the Triton kernel searches for.
         """
         ...
 

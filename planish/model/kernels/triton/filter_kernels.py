@@ -1,9 +1,9 @@
 """The Triton kernel that applies top_k, top_p and min_p to a batch of weights, without a sort.
 
 A weight is a float32 number from 0 to 1, so its bits, read as an integer, are a key in the same
-order. For each row, one program searches the smallest key that stays, in ten passes over the row for
-top_k and ten for top_p. A last pass zeroes the weights below the key. Of equal weights at the key,
-the first ones stay.
+order. For each row, one program searches for the smallest key that stays, in ten passes over the
+row for top_k and ten for top_p. A last pass zeroes the weights below the key. Of equal weights at
+the key, the first ones stay.
 
 The kept tokens are exactly those of the reference implementation. Masses are integers there too
 (`mass_bits`), so no sum depends on the order of its terms.
