@@ -8,7 +8,6 @@ added in a fixed order (engine/training/gradient_tree.py).
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -24,6 +23,7 @@ from planish.fleet.replica import Replica, SharedVersion
 from planish.fleet.replica_set import ReplicaSet
 from planish.fleet.samplers import FleetSampler, FleetSamplers
 from planish.fleet.training import FleetModel
+from planish.fleet.versions import SharedVersions
 from planish.processes.stall_watch import SILENT_SECONDS, STALL_SECONDS
 from planish.service import (
     CheckpointInfo,
@@ -65,14 +65,11 @@ class Fleet:
         the numbers in `drained` are not started. A replica that does not answer for
         `silent_seconds`, or whose engine makes no progress for `stall_seconds`, is replaced.
         """
-        self._put = put
         self._check_free = check_free
         self._on_close = on_close
         self._is_closed = False
         self._models: dict[str, FleetModel] = {}
         self._created_model_ids: set[str] = set()
-        self._versions: dict[str, SharedVersion] = {}
-        self._version_uses: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="planish-fleet")
         self.replicas = ReplicaSet(
@@ -85,7 +82,8 @@ class Fleet:
             silent_seconds,
             stall_seconds,
         )
-        self._samplers = FleetSamplers(self.replicas, self._threads, self._drop_version)
+        self._versions = SharedVersions(put, self.replicas, self._threads)
+        self._samplers = FleetSamplers(self.replicas, self._threads, self._versions.drop)
         self._releases = ReleaseQueue(self)
 
     def submit(self, operation: Operation[R]) -> Future[R]:
@@ -191,7 +189,7 @@ class Fleet:
         self.replicas.load_base_model(base_model)
         home, future = self._create_at_home(operation)
         self._models[operation.model_id] = FleetModel(
-            operation.model_id, base_model, home, self.replicas, self._share, self._drop_version
+            operation.model_id, base_model, home, self.replicas, self._versions
         )
         self._created_model_ids.add(operation.model_id)
         return future
@@ -230,7 +228,7 @@ class Fleet:
         if error is None:
             try:
                 # The model may drop its own use of the version at its next step.
-                shared = self._share(exported.result().version)
+                shared = self._versions.share(exported.result().version)
             except Exception as failure:
                 error = failure
         self._threads.submit(self._set_source, sampler, future, shared, error)
@@ -252,7 +250,7 @@ class Fleet:
         shared, base_model = None, operation.base_model
         if operation.model_path is not None:
             version = self._call("read_checkpoint", operation.model_path, base_model)
-            base_model, shared = version.base_model, self._share(version)
+            base_model, shared = version.base_model, self._versions.share(version)
         assert base_model is not None
         self.replicas.load_base_model(base_model)
         sampler = self._samplers.add(
@@ -260,28 +258,6 @@ class Fleet:
         )
         self._samplers.set_source(sampler, shared, None)
         return _done(operation.sampler_id)
-
-    def _share(self, version: AdapterVersion) -> SharedVersion:
-        """Store a version for all replicas, unless it is stored, and count one more use."""
-        with self._lock:
-            shared = self._versions.get(version.name)
-            if shared is None:
-                shared = SharedVersion(version, self._put(version))
-                self._versions[version.name] = shared
-            self._version_uses[version.name] += 1
-            return shared
-
-    def _drop_version(self, shared: SharedVersion) -> None:
-        """Count one use less, and forget the version after the last one."""
-        name = shared.version.name
-        with self._lock:
-            self._version_uses[name] -= 1
-            if self._version_uses[name]:
-                return
-            del self._version_uses[name], self._versions[name]
-        for replica in self.replicas.replicas:
-            if not replica.is_lost and not self._is_closed:
-                self._threads.submit(replica.drop_version, name, self._versions)
 
     def _describe_loss(self, operation: Operation[Any], error: ReplicaLostError) -> str:
         model = self._models.get(getattr(operation, "model_id", None) or "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,6 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from planish.engine.replication import (
-    AdapterVersion,
     ComputePart,
     ExportWeights,
     FinishParts,
@@ -29,6 +28,7 @@ from planish.fleet.link import ReplicaLostError
 from planish.fleet.remote_engine import SAVES
 from planish.fleet.replica import Replica, SharedVersion
 from planish.fleet.replica_set import ReplicaSet
+from planish.fleet.versions import ExportedWeights, SharedVersions
 from planish.processes.background import BackgroundThread, wait_for_saves
 from planish.service import (
     DeferredForwardBackward,
@@ -93,12 +93,8 @@ class FleetModel:
         base_model: str,
         home: Replica,
         replicas: ReplicaSet,
-        share: Callable[[AdapterVersion], SharedVersion],
-        on_unused: Callable[[SharedVersion], None],
+        versions: SharedVersions,
     ) -> None:
-        """`share` stores a version for all replicas. `on_unused` is called when the model no longer
-        needs a version that it shared.
-        """
         self.model_id = model_id
         self.base_model = base_model
         self.home = home
@@ -107,13 +103,10 @@ class FleetModel:
         self.loss: str | None = None
         """Why the model is gone, if its home is lost."""
         self._replicas = replicas
-        self._share = share
-        self._on_unused = on_unused
         self._lock = threading.Lock()
         self._steps: deque[Step] = deque()
         """The operations that wait. A thread runs them, as long as there are any."""
-        self._exported: Future[SharedVersion] | None = None
-        """The present weights, if they were exported."""
+        self._exported = ExportedWeights(versions)
         self._idle = threading.Condition(self._lock)
 
     def submit(self, operation: Operation[Any]) -> Future[Any]:
@@ -179,7 +172,7 @@ class FleetModel:
     def drop_export(self) -> None:
         """Forget the exported weights of a model that is lost."""
         with self._lock:
-            self._forget_export()
+            self._exported.forget()
 
     def _lost_error(self) -> ReplicaLostError:
         """Return the error of operations after the loss of the home replica, which may be noticed
@@ -200,42 +193,18 @@ class FleetModel:
     def _submit_home(self, operation: Operation[Any]) -> Future[Any]:
         """Submit an operation to the home replica. The caller has the lock."""
         if isinstance(operation, OptimStep | LoadWeights | UnloadModel):
-            self._forget_export()
+            self._exported.forget()
         self._check()
         if isinstance(operation, ExportWeights):
-            return self._export_home(operation)
+            return self._exported.get(lambda: self.home.engine.submit(operation))
         future = self.home.engine.submit(operation)
         if isinstance(operation, SaveWeights):
             future.add_done_callback(self._note_checkpoint)
         return future
 
-    def _export_home(self, operation: ExportWeights) -> Future[SharedVersion]:
-        """Return the weights, which are exported once while they do not change."""
-        exported = self._exported
-        if exported is None or (exported.done() and exported.exception() is not None):
-            self._exported = exported = Future()
-            source = self.home.engine.submit(operation)
-            source.add_done_callback(partial(self._finish_export, exported))
-        return exported
-
-    def _forget_export(self) -> None:
-        exported, self._exported = self._exported, None
-        if exported is not None:
-            exported.add_done_callback(self._drop_version)
-
-    def _drop_version(self, exported: Future[SharedVersion]) -> None:
-        if exported.exception() is None:
-            self._on_unused(exported.result())
-
     def _note_checkpoint(self, future: Future[Any]) -> None:
         if not future.cancelled() and future.exception() is None:
             self.last_checkpoint = future.result().path
-
-    def _finish_export(self, shared: Future[SharedVersion], source: Future[Any]) -> None:
-        try:
-            shared.set_result(self._share(source.result()))
-        except BaseException as error:
-            shared.set_exception(error)
 
     def _stop_at_exit(self) -> None:
         wait_for_saves(

@@ -126,12 +126,13 @@ class Sessions:
         now = time.time()
         row = SessionRow(session_id, tenant.name, spec, now, now, bytes=row_bytes(spec))
         self._check_disk(row.bytes)
-        await self._store.write(self._insert_session, row)
-        self.add(row)
 
-    def _insert_session(self, transaction: Transaction, row: SessionRow) -> None:
-        check_sessions(transaction, row.tenant, self._settings)
-        self._insert(transaction, row)
+        def insert(transaction: Transaction) -> None:
+            check_sessions(transaction, tenant.name, self._settings)
+            self._insert(transaction, row)
+
+        await self._store.write(insert)
+        self.add(row)
 
     def insert_ended(
         self,

@@ -12,7 +12,7 @@ import codecs
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar, overload
+from typing import Any, Self, TypeVar, overload
 
 import numpy as np
 import orjson
@@ -65,8 +65,8 @@ most. Larger bodies are parsed in pieces, so that other threads run in between.
 """
 
 
-class Fields:
-    """One JSON object."""
+class _JsonObject:
+    """One JSON object, which notes the fields that were read."""
 
     def __init__(self, values: Mapping[str, Any], object_path: str = "") -> None:
         """`object_path` is the path of the object in its body, empty for the body itself."""
@@ -74,22 +74,7 @@ class Fields:
         self._object_path = object_path
         self._read_names: set[str] = set()
 
-    @classmethod
-    def of(cls, body: bytes) -> Fields:
-        """Parse the body of a request, which must be one JSON object. Raise MemoryError if there is
-        too little memory for it.
-        """
-        value_count = _max_value_count(body)
-        if value_count > MAX_VALUES:
-            raise UserError(f"the body has more than {MAX_VALUES:,} values; send fewer in one call")
-        value = _parse(body.removeprefix(codecs.BOM_UTF8), value_count)
-        if not isinstance(value, dict):
-            raise UserError(
-                f"the body is {_type_name(value)}; give an object with the request's fields"
-            )
-        return cls(value)
-
-    def __enter__(self) -> Fields:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -122,10 +107,45 @@ class Fields:
         """Mark fields as read without reading them, because their values have no effect."""
         self._read_names.update(names)
 
+    def raw(self, name: str) -> Any:
+        """Return the value, which may have any type, or None if the field is absent."""
+        self._read_names.add(name)
+        return self._values.get(name)
+
+    def _get(self, name: str) -> JsonValue:
+        self._read_names.add(name)
+        if not self.has(name):
+            raise UserError(f"{self.path(name)} is missing")
+        return self._values[name]
+
+    def _wrong_value(self, name: str, expected: str) -> UserError:
+        return UserError(f"{self.path(name)}={shown(self._values[name])}: give {expected}")
+
+
+class Fields(_JsonObject):
+    """One JSON object, whose fields are read with their types."""
+
+    @classmethod
+    def of(cls, body: bytes) -> Fields:
+        """Parse the body of a request, which must be one JSON object. Raise MemoryError if there is
+        too little memory for it.
+        """
+        value_count = _max_value_count(body)
+        if value_count > MAX_VALUES:
+            raise UserError(f"the body has more than {MAX_VALUES:,} values; send fewer in one call")
+        value = _parse(body.removeprefix(codecs.BOM_UTF8), value_count)
+        if not isinstance(value, dict):
+            raise UserError(
+                f"the body is {_type_name(value)}; give an object with the request's fields"
+            )
+        return cls(value)
+
     @overload
     def optional(self, read: Callable[[str], T], name: str) -> T | None: ...
+
     @overload
     def optional(self, read: Callable[[str], T], name: str, default: T) -> T: ...
+
     def optional(self, read: Callable[[str], Any], name: str, default: Any = None) -> Any:
         """Return `read(name)`, where `read` is usually a method of this object. Return the default
         if the field is absent or null.
@@ -223,24 +243,10 @@ class Fields:
                 )
         return value
 
-    def raw(self, name: str) -> Any:
-        """Return the value, which may have any type, or None if the field is absent."""
-        self._read_names.add(name)
-        return self._values.get(name)
-
     def _object(self, name: str, value: JsonValue) -> Fields:
         if not isinstance(value, dict):
             raise UserError(f"{self.path(name)} is {_type_name(value)}; give an object")
         return Fields(value, self.path(name))
-
-    def _get(self, name: str) -> JsonValue:
-        self._read_names.add(name)
-        if not self.has(name):
-            raise UserError(f"{self.path(name)} is missing")
-        return self._values[name]
-
-    def _wrong_value(self, name: str, expected: str) -> UserError:
-        return UserError(f"{self.path(name)}={shown(self._values[name])}: give {expected}")
 
 
 def _max_value_count(body: bytes) -> int:

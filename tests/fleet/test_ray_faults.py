@@ -168,7 +168,7 @@ except StorageError as error:
 objects.clear()
 assert run_grpo(client, 1) == expected
 training_client.save_weights_and_get_sampling_client()
-assert fleet._version_uses.total() == len(fleet._versions)
+assert fleet._versions._uses.total() == len(fleet._versions._stored)
 fleet.close(finish=False)
 leave_cluster()
 """

@@ -1,4 +1,4 @@
-"""The adapter of a training model: its loads, its snapshots, and the samplers it publishes.
+"""The adapter of a training model: its loads and its snapshots.
 
 An adapter in memory is a cache of the last snapshot and the requests that were answered since
 (replay.py). So it can leave memory at any time.
@@ -15,22 +15,18 @@ from typing import Any, TypeVar
 
 from planish.errors import EngineClosedError, UserError
 from planish.fleet.link import ReplicaLostError
-from planish.server.durable.checkpoints import is_superseded, private_copy_path, sampler_name
+from planish.server.durable.checkpoints import is_superseded, private_copy_path
 from planish.server.durable.crash_points import crash_point
 from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow
 from planish.server.engine_client import EngineClient
+from planish.server.models.publications import Publications
 from planish.server.models.replay import AdapterState, Replay, ReplayCost
 from planish.server.models.request_queue import InFlight, QueueItem, RequestQueue
 from planish.server.results import Abandoned, Failed
-from planish.server.samplers import Sampler, Samplers
-from planish.service import (
-    PublishSampler,
-    ReleaseSampler,
-    SaveWeightsForSampler,
-    UnloadModel,
-)
-from planish.types import SaveWeightsForSamplerResponse, SaveWeightsResponse
+from planish.server.samplers import Samplers
+from planish.service import UnloadModel
+from planish.types import SaveWeightsResponse
 
 R = TypeVar("R")
 
@@ -63,7 +59,11 @@ class ModelAdapter:
         self.private_paths: set[str] = set()
         """Private checkpoints (checkpoints.py) from which the server restores this model."""
         self.is_snapshotting = False
-        self._engine, self._replay, self._samplers = engine, replay, samplers
+        self.publications = Publications(
+            self.id, engine, samplers, self.in_flight, self.spawn, self.note_lost_work
+        )
+        """The samplers that this model publishes."""
+        self._engine, self._replay = engine, replay
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -119,7 +119,7 @@ class ModelAdapter:
             self.state = self.state.unloaded()
             try:
                 await self._replay.restore(
-                    self.row, self.queue.next_seq, self.state, self._publish_again
+                    self.row, self.queue.next_seq, self.state, self.publications.publish_again
                 )
                 return
             except ReplicaLostError as error:
@@ -139,7 +139,7 @@ class ModelAdapter:
 
     async def repeat(self, row: RequestRow) -> None:
         """Repeat the effect of an answered request."""
-        await self._replay.repeat(row, self.state, self._publish_again)
+        await self._replay.repeat(row, self.state, self.publications.publish_again)
 
     async def repeat_failure(self, row: RequestRow, failure: Failed) -> None:
         """Repeat the effect of a request that failed before the engine had it."""
@@ -163,101 +163,11 @@ class ModelAdapter:
         """Note that request `seq` loads the checkpoint `path`, from a private copy."""
         self.private_paths.add(private_copy_path(self.id, seq, path))
 
-    # Published samplers.
-
-    async def publish(
-        self, seq: int, operation: PublishSampler
-    ) -> tuple[asyncio.Future[str], Sampler]:
-        """Queue the publication of a sampler, directly followed by a save of its weights. Return
-        the future of the publication, and the sampler. Raise UserError if the sampler was closed.
+    def note_lost_work(self) -> None:
+        """Note that a request ended without an answer, or that a sampler could not be saved. The
+        adapter is then restored before its next snapshot.
         """
-        sampler = self._samplers.get(operation.sampler_id)
-        if sampler is None:
-            raise UserError(
-                f"sampling_session_id={operation.sampler_id!r} was closed before it was created; "
-                "create another one"
-            )
-        if self._samplers.is_loaded(sampler):
-            # The request runs again, and has published the sampler before.
-            await self._save_published(seq, operation)
-            published: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            published.set_result(sampler.id)
-            return published, sampler
-        return await self._publish(seq, operation), sampler
-
-    async def note_published(self, sampler: Sampler) -> None:
-        """Note that the engine has published a sampler."""
-        await self._samplers.note_published(sampler)
-
-    def note_failed(self, seq: int, message: str) -> None:
-        """Note that a request failed. A sampler that it should have published fails too."""
-        self._samplers.note_failed_request(self.id, seq, message)
-
-    async def _publish(self, seq: int, operation: PublishSampler) -> asyncio.Future[str]:
-        publication = await self._engine.submit(operation)
-        try:
-            await self._save_published(seq, operation)
-        except ReplicaLostError:
-            with suppress(UserError, EngineClosedError):
-                await publication
-                await self._engine.perform(ReleaseSampler(operation.sampler_id))
-            raise
-        return publication
-
-    async def _save_published(self, seq: int, operation: PublishSampler) -> None:
-        """Queue a save of the model's present weights as those of a published sampler, and record
-        in the background where they were saved.
-        """
-        save = await self._engine.submit(
-            SaveWeightsForSampler(operation.model_id, sampler_name(seq), overwrite=True)
-        )
-        sampler = self._samplers.get(operation.sampler_id)
-
-        async def record() -> None:
-            try:
-                is_saved = await self._record_published_save(sampler, save)
-                self.state.has_lost_work = self.state.has_lost_work or not is_saved
-            finally:
-                # If the model was restored meanwhile, a newer save has replaced this one.
-                if self.in_flight.unsaved_samplers[seq] is task:
-                    del self.in_flight.unsaved_samplers[seq]
-                self.in_flight.notify()
-
-        self.in_flight.unsaved_samplers[seq] = task = self.spawn(record())
-
-    async def _record_published_save(
-        self, sampler: Sampler | None, save: asyncio.Future[SaveWeightsForSamplerResponse]
-    ) -> bool:
-        """Record where a published sampler's weights were saved, or delete them if it was closed.
-        Return False if the weights are not on disk.
-        """
-        try:
-            path = (await save).path
-            info = await self._engine.checkpoints.info(path)
-            crash_point("sampler saved before recording")
-            if sampler is None or self._samplers.get(sampler.id) is not sampler:
-                await self._engine.checkpoints.delete(path)
-            else:
-                await self._samplers.record_save(sampler, path, info.checkpoint.size_bytes or 0)
-        except Exception as error:
-            if not isinstance(error, EngineClosedError):
-                sampler_id = "that was closed" if sampler is None else sampler.id
-                _log.exception("the published sampler %s could not be saved yet", sampler_id)
-            return False
-        return True
-
-    async def _publish_again(self, seq: int, operation: PublishSampler) -> None:
-        """Publish a sampler again, unless its weights are on disk or it was closed. A sampler that
-        is in memory has these weights and may have running samples, so only its save is repeated.
-        """
-        sampler = self._samplers.get(operation.sampler_id)
-        if sampler is None or sampler.row.source is not None:
-            return
-        if self._samplers.is_loaded(sampler):
-            await self._save_published(seq, operation)
-        else:
-            await (await self._publish(seq, operation))
-            await self._samplers.note_published(sampler)
+        self.state.has_lost_work = True
 
     # Snapshots.
 

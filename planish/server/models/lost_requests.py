@@ -34,7 +34,7 @@ class LostRequests:
     def note(self, item: QueueItem) -> None:
         """Note that an item has no effect, because the replica was lost."""
         # A snapshot must not include this item.
-        self._adapter.state.has_lost_work = True
+        self._adapter.note_lost_work()
         if isinstance(item, Request):
             self._turns.pause(item)
         self._items[item.seq] = item

@@ -256,8 +256,8 @@ class ModelActor:
 
     async def _submit_publication(self, request: Request, operation: PublishSampler) -> None:
         submitted_at = self._steps.clock.now()
-        future, sampler = await self.adapter.publish(request.seq, operation)
-        mark_ready = partial(self.adapter.note_published, sampler)
+        future, sampler = await self.adapter.publications.publish(request.seq, operation)
+        mark_ready = partial(self.adapter.publications.note_published, sampler)
         submitted = SubmittedRequest(request, operation, future, submitted_at, mark_ready)
         self._answer_when_done(submitted)
 
@@ -286,7 +286,7 @@ class ModelActor:
             return
         except EngineClosedError:
             # A snapshot must not include this unanswered request.
-            self.adapter.state.has_lost_work = True
+            self.adapter.note_lost_work()
             self.in_flight.running.pop(request.seq, None)
             self.in_flight.notify()
             return
@@ -311,7 +311,7 @@ class ModelActor:
     ) -> None:
         """Answer a request, and remember the answer until it is on disk."""
         if isinstance(answer, Failed):
-            self.adapter.note_failed(request.seq, answer.message)
+            self.adapter.publications.note_failed(request.seq, answer.message)
         self._turns.end(request)
         answer_written = self._settlement.settle(request, answer, transaction_hook, state)
         unwritten_answers = self.in_flight.unwritten_answers

@@ -7,5 +7,5 @@ ranks are processes that only run the decoder. Rank 0 sends each of them the pla
     collectives.py   the sums and broadcasts within a pass
     group.py         the processes of the other ranks, and the messages to them
     decoder.py       the decoder, backend and adapters of rank 0
-    follower.py      the process of another rank
+    follower.py      the process of another rank, with its KV cache in follower_cache.py
 """

@@ -8,7 +8,6 @@ import pickle
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,40 +19,29 @@ from planish.model.architecture.config import ModelConfig
 from planish.model.decoder.decoder import Decoder
 from planish.model.decoder.tensor_parallel.collectives import Collectives, connect
 from planish.model.decoder.tensor_parallel.decoder import own_token_logits, weight_bytes
+from planish.model.decoder.tensor_parallel.follower_cache import FollowerCache
 from planish.model.decoder.tensor_parallel.group import FollowerOptions, FollowerReport
 from planish.model.decoder.tensor_parallel.shards import ShardedWeights, shard_config
 from planish.model.device import Device, accumulate_in_float32
-from planish.model.kernels.interface.parts import Attend
 from planish.model.layers.lora import AdapterRange, LoraLayout, LoraWeights
-from planish.model.sequences.kv_cache import KVChunk, KVPool, KVPools, PrefillSpan, SlotOwner
+from planish.model.sequences.kv_cache import KVChunk
 from planish.model.sources.weights import load_weights
 from planish.types import LoraConfig
 
 
-@dataclass(eq=False)
-class _Owner:
-    """A prompt or a sample of rank 0 with a slot in the KV cache."""
-
-    length: int
-    prompt: _Owner | None
-    slot: int = -1
-    stored: int = 0
-
-
 class Follower:
-    """One rank's part of a base model, of its adapters and of the KV cache.
+    """One rank's part of a base model and of its adapters.
 
-    The methods without an underscore are the commands of rank 0. Objects are known by the numbers
-    that rank 0 gives them.
+    The methods without an underscore are the commands of rank 0, and those of `cache` too. Objects
+    are known by the numbers that rank 0 gives them.
     """
 
     def __init__(self, options: FollowerOptions, decoder: Decoder) -> None:
         self._decoder, self._backend = decoder, decoder.backend
         self._rank = options.shard.rank
         self._device = decoder.device
-        self._pools: dict[int, KVPool] = {}
-        self._owners: dict[int, _Owner] = {}
         self._objects: dict[int, LoraWeights | KVChunk] = {}
+        self.cache = FollowerCache(self._backend, self._objects)
         self._hidden: Tensor | None = None
 
     @property
@@ -97,51 +85,6 @@ class Follower:
         assert isinstance(adapter, LoraWeights)
         return adapter
 
-    # The KV cache
-
-    def create_pool(self, number: int, capacity: int) -> None:
-        """Create a pool of KV cache slots."""
-        self._pools[number] = self._backend.pool_class(self._backend.kv_spec, capacity)
-
-    def drop_pool(self, number: int) -> None:
-        """Free a pool."""
-        self._pools.pop(number, None)
-
-    def ensure_free_slots(self, number: int, additional: int) -> None:
-        """See `KVPool`."""
-        self._pools[number].ensure_free_slots(additional)
-
-    def allocate(self, number: int, owner: int, length: int, prompt: int | None) -> None:
-        """Assign a slot to a new owner."""
-        new_owner = _Owner(length, None if prompt is None else self._owners[prompt])
-        self._owners[owner] = new_owner
-        self._pools[number].allocate(new_owner)
-
-    def free(self, number: int, owners: Sequence[int]) -> None:
-        """See `KVPool`."""
-        self._pools[number].free(*(self._owners.pop(owner) for owner in owners))
-
-    def trim(self, number: int) -> None:
-        """See `KVPool`."""
-        self._pools[number].trim()
-
-    def move(self, number: int, owners: Sequence[int], target: int) -> None:
-        """See `KVPool`."""
-        self._pools[number].move([self._owners[owner] for owner in owners], self._pools[target])
-
-    def read(self, number: int, slot: int, start: int, stop: int, chunk: int) -> None:
-        """Keep a copy of the keys and values of some positions."""
-        self._objects[chunk] = self._pools[number].read(slot, start, stop)
-
-    def write(self, number: int, slot: int, chunks: Sequence[int]) -> None:
-        """See `KVPool`."""
-        found = [self._objects[chunk] for chunk in chunks]
-        self._pools[number].write(slot, [chunk for chunk in found if isinstance(chunk, KVChunk)])
-
-    def copy_from(self, number: int, source: int, *args: Any) -> None:
-        """See `KVPool`."""
-        self._pools[number].copy_from(self._pools[source], *args)
-
     # Passes
 
     def forward(
@@ -165,7 +108,7 @@ class Follower:
                     for start, stop, number in adapters
                 ]
             )
-        attend = getattr(self, f"_{attention[0]}_attention")(*attention[1:])
+        attend = self.cache.attention(*attention)
         with torch.set_grad_enabled(has_grad):
             hidden = self._decoder.forward(
                 torch.tensor(tokens, device=device),
@@ -176,38 +119,6 @@ class Follower:
             )
         if hidden.requires_grad:
             self._hidden = hidden
-
-    def _tree_attention(self, micro_batch: Any) -> Attend:
-        return self._backend.tree_attention(micro_batch)
-
-    def _prefill_attention(self, spans: Sequence[tuple[int, int, int, int, int]]) -> Attend:
-        return self._backend.prefill_attention(
-            [
-                PrefillSpan(self._pools[pool], slot, row, start, count)
-                for pool, slot, row, start, count in spans
-            ]
-        )
-
-    def _decode_attention(
-        self,
-        samples: Sequence[tuple[int, int, int, int]],
-        prompt_pools: Sequence[int],
-        sample_pools: Sequence[int],
-    ) -> Attend:
-        first_rows: dict[SlotOwner, int] = {}
-        row_counts: dict[SlotOwner, int] = {}
-        for number, row, stored, count in samples:
-            owner = self._owners[number]
-            owner.stored = stored
-            first_rows[owner], row_counts[owner] = row, count
-        pools = self._pools_of(prompt_pools), self._pools_of(sample_pools)
-        return self._backend.decode_attention(first_rows, pools[0], pools[1], row_counts)
-
-    def _pools_of(self, numbers: Sequence[int]) -> KVPools:
-        pools = KVPools(self._backend.kv_spec)
-        found = (self._pools[number] for number in numbers)
-        pools.pools = {pool.capacity: pool for pool in found}
-        return pools
 
     def backward(self) -> None:
         """Run the backward pass of the last forward pass."""
@@ -277,7 +188,8 @@ def _run(connection: Connection) -> None:
             # A tensor of inference mode could take part in no backward pass.
             is_tracked = name in ("add_adapter", "backward") or (name == "forward" and args[-1])
             with torch.inference_mode(not is_tracked):
-                getattr(follower, name)(*args)
+                target = follower.cache if hasattr(follower.cache, name) else follower
+                getattr(target, name)(*args)
 
 
 def main(descriptor: int) -> None:

@@ -1,7 +1,7 @@
 """The processes of ranks 1 and above, and rank 0's messages to them.
 
-A message is a list of commands: method names of follower.py's `Follower` with their arguments. A
-command that only changes a follower's state is recorded, and goes out with the next command that
+A message is a list of commands: method names of `Follower` or `FollowerCache` with their arguments.
+A command that only changes a follower's state is recorded, and goes out with the next command that
 computes. So a pass costs one message, and the ranks meet only in its collectives.
 
 The ranks are out of step after any error within a pass. The group is then lost: its processes end,
