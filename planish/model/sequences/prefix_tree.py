@@ -116,18 +116,6 @@ def pack(sequences: Sequence[np.ndarray], budget: int) -> list[MicroBatch]:
     return sorted(micro_batches, key=lambda micro_batch: micro_batch.datums[0])
 
 
-def attention_mask(micro_batch: MicroBatch) -> np.ndarray:
-    """Return the attention mask, bool [T, T]: entry (i, j) is True if query i attends to key j.
-
-    The mask takes quadratic memory, so only tests and the reference implementation use it.
-    """
-    row = np.arange(len(micro_batch))
-    mask = (row[None, :] <= row[:, None]) & (row[:, None] < micro_batch.subtree_end[None, :])
-    for start, stop in micro_batch.blocks:
-        mask[start:stop, start:stop] = True
-    return mask
-
-
 def _common_prefix_length(a: np.ndarray, b: np.ndarray) -> int:
     """Return the length of the common prefix of two token sequences."""
     size = min(len(a), len(b))

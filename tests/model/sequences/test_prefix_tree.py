@@ -6,10 +6,11 @@ import time
 
 import numpy as np
 import pytest
+from dense_attention import attention_mask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.model.sequences.prefix_tree import MicroBatch, attention_mask, pack
+from planish.model.sequences.prefix_tree import MicroBatch, pack
 
 sequences_of_few_tokens = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=14

@@ -27,10 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.model.kernels.interface.parts import Attend
 from planish.model.kernels.reference import ordered_attention
 from planish.model.sequences.positions import round_up_to_spans
-from planish.model.sequences.prefix_tree import MicroBatch, attention_mask
+from planish.model.sequences.prefix_tree import MicroBatch
 
 # Maximum number of rows per batch of short segments. Larger batches would save calls, but they do
 # not fit into the CPU's cache and are slower.
@@ -232,39 +231,6 @@ class TorchTreeAttention:
         """Return the attention output [T, Hq, E], with gradients (see `Attend`)."""
         window = self._windows[layer] if self._windows else None
         return _TreeAttention.apply(q, k, v, self._plan, window, sinks, self._cap)  # type: ignore[no-any-return]
-
-
-def dense_mask_attention(
-    micro_batch: MicroBatch, device: torch.device, windows: Sequence[int | None] = ()
-) -> Attend:
-    """Return the slow reference implementation of TorchTreeAttention.
-
-    It uses one T x T mask and computes everything in float32 or wider.
-    """
-    whole = torch.from_numpy(attention_mask(micro_batch)).to(device)
-    position = torch.from_numpy(micro_batch.positions).to(device)
-    distance = position[:, None] - position
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Return the attention output [T, Hq, E]; see `Attend` for the arguments."""
-        group = q.shape[1] // k.shape[1]
-        window = windows[layer] if windows else None
-        allowed = whole if window is None else whole & (distance < window)
-        accum_dtype = torch.promote_types(q.dtype, torch.float32)
-        q_h, k_h, v_h = (
-            x.transpose(0, 1).to(accum_dtype)
-            for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
-        )
-        scores = (q_h @ k_h.transpose(1, 2)) * q.shape[-1] ** -0.5
-        scores = scores.masked_fill(~allowed, float("-inf"))
-        if sinks is not None:
-            scores = torch.cat(
-                (scores, sinks.to(accum_dtype).view(-1, 1, 1).expand(-1, len(q), 1)), 2
-            )
-        weights = scores.softmax(-1)[..., : len(q)]
-        return (weights @ v_h).transpose(0, 1).to(q.dtype)
-
-    return attend
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from dense_attention import dense_mask_attention
 from torch import Tensor
 from variants import slow_after
 
@@ -16,7 +17,6 @@ from planish.model.kernels.cpp.attention import (
     CppPrefillAttention,
     CppTreeAttention,
 )
-from planish.model.kernels.reference.attention import dense_mask_attention
 from planish.model.sequences.kv_cache import KVPools, KVSpec, PrefillSpan, SeparateKVPool, SlotOwner
 from planish.model.sequences.positions import SPAN, capacity_for
 from planish.model.sequences.prefix_tree import MicroBatch, pack

@@ -7,16 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from dense_attention import attention_mask, dense_mask_attention
 
 from planish.model.kernels.reference.attention import (
     TorchTreeAttention,
     block_backward,
-    dense_mask_attention,
     fused_cpu_backward,
     rectangles,
     triangles,
 )
-from planish.model.sequences.prefix_tree import MicroBatch, attention_mask, pack
+from planish.model.sequences.prefix_tree import MicroBatch, pack
 
 CPU = torch.device("cpu")
 

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from dense_attention import attention_mask
 
 from planish.model.kernels.triton.tree_attention import TritonTreeAttention
-from planish.model.sequences.prefix_tree import attention_mask, pack
+from planish.model.sequences.prefix_tree import pack
 
 triton_forest = pytest.importorskip("planish.model.kernels.triton.tree_kernels")
 

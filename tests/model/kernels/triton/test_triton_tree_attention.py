@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from backends import load_on
+from dense_attention import attention_mask, dense_mask_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,7 +18,6 @@ from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import Trainer
 from planish.engine.training.trainer_settings import TrainerSettings
 from planish.model.decoder.decoder import Decoder
-from planish.model.kernels.reference.attention import dense_mask_attention
 from planish.model.kernels.triton import parts, tree_attention
 from planish.model.kernels.triton.tree_attention import (
     TritonTreeAttention,
@@ -25,7 +25,7 @@ from planish.model.kernels.triton.tree_attention import (
     query_plan,
 )
 from planish.model.layers.lora import LoraLayout
-from planish.model.sequences.prefix_tree import MicroBatch, attention_mask, pack
+from planish.model.sequences.prefix_tree import MicroBatch, pack
 from planish.testing import tiny_model
 from planish.types import Datum, LoraConfig, ModelInput, TensorData
 
