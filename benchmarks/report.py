@@ -60,32 +60,27 @@ def with_tables(page: str, results: Path) -> str:
 
 
 def peers_table(report: Mapping[str, Any]) -> str:
-    """Works by peers; "times planish" is a peer's median divided by planish's, so that 8 is eight
-    times as slow as planish.
+    """Systems by workloads. "x 8.00" is a system's median divided by planish's, so that it takes
+    eight times as long as planish.
     """
+    works = report["works"]
+    names = list(dict.fromkeys(name for peers in works.values() for name in peers))
     rows = []
-    for workload, peers in report["works"].items():
-        ours = peers.get("ours", {}).get("median_seconds")
-        for name, peer in peers.items():
-            rows.append(
-                [
-                    workload,
-                    TITLES.get(name, name),
-                    spread(peer),
-                    f"{peer['median_seconds'] / ours:.2f}" if ours else "",
-                    f"{peer['peak_gib']:.1f}",
-                    f"{peer['load_seconds']:.0f}",
-                ]
-            )
-    heads = (
-        "workload",
-        "system",
-        "seconds, median (min to max)",
-        "times planish",
-        "peak memory, GiB",
-        "start, seconds",
-    )
-    return provenance(report) + table(heads, rows)
+    for name in names:
+        cells = []
+        for peers in works.values():
+            if (peer := peers.get(name)) is None:
+                cells.append("")
+            elif name == "ours" or "ours" not in peers:
+                cells.append(spread(peer))
+            else:
+                ratio = peer["median_seconds"] / peers["ours"]["median_seconds"]
+                cells.append(f"{spread(peer)}, x {ratio:.2f}")
+        memory = ", ".join(
+            f"{peers[name]['peak_gib']:.1f}" for peers in works.values() if name in peers
+        )
+        rows.append([TITLES.get(name, name), *cells, memory])
+    return provenance(report) + table(("system", *works, "peak memory, GiB"), rows)
 
 
 def busy_table(report: Mapping[str, Any]) -> str:
@@ -281,12 +276,13 @@ def _three_digits(value: float) -> str:
 
 
 def spread(peer: Mapping[str, Any]) -> str:
+    """Return the median, and the minimum and maximum of several rounds."""
     seconds = peer["seconds"]
     digits = 2 if peer["median_seconds"] >= 1 else 3
-    return (
-        f"{peer['median_seconds']:.{digits}f} ({min(seconds):.{digits}f} to "
-        f"{max(seconds):.{digits}f})"
-    )
+    median = f"{peer['median_seconds']:.{digits}f}"
+    if len(seconds) == 1:
+        return median
+    return f"{median} ({min(seconds):.{digits}f} to {max(seconds):.{digits}f})"
 
 
 def provenance(report: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
     python tools/family_table.py --write            all causal language models of transformers
     python tools/family_table.py glm4 granite       print the rows of some of them
-    python tools/family_table.py --write glm4       replace the rows of some of them
+    python tools/family_table.py --write glm4       replace the results of some of them
 
 Each row is the result of a tiny random model. The model's logprobs are compared with those of
 transformers, and the logprobs of planish's sampler with those of its trainer.
@@ -16,7 +16,8 @@ import signal
 import tempfile
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,14 @@ _NATIVE, _BY_TRANSFORMERS, _REFUSED, _NO_TINY_MODEL = (
     "refused",
     "untested",
 )
+_TESTED = {_NATIVE, _BY_TRANSFORMERS, _REFUSED}
+_SPECIFIC = (
+    (r"^\S+ is a convolution", "a module is a convolution"),
+    (r" \([A-Z]\w+\)(?=,)", ""),
+    (r"(?<=without values) \(.*", ", so planish cannot find out how it uses attention"),
+    (r" \(\w+Error: .*", ""),
+)
+"""What `general_reason` replaces, and by what."""
 
 
 @dataclass(frozen=True)
@@ -176,69 +185,66 @@ def rows(chosen: Sequence[str]) -> Iterator[Row]:
 
 
 def page(found: Sequence[Row]) -> str:
-    """Return the tables as Markdown."""
+    """Return the tables as Markdown. A row has all models with the same numbers, or reason."""
     import transformers
 
-    def table(heading: Sequence[str], cells: Iterator[Sequence[str]]) -> list[str]:
-        lines = [heading, ["---"] * len(heading), *cells]
+    def table(heading: Sequence[str], rows: Mapping[tuple[str, ...], Sequence[str]]) -> list[str]:
+        lines = [heading, ["---"] * len(heading)]
+        lines += [[*cells, _listed(names)] for cells, names in rows.items()]
         return [f"| {' | '.join(line)} |" for line in lines]
 
-    def number(value: float) -> str:
-        return f"{value:.0e}" if value else "0"
-
     by_how = {how: [row for row in found if row.how == how] for how in {row.how for row in found}}
+    by_numbers = defaultdict[tuple[str, ...], list[str]](list)
+    for row in by_how.get(_BY_TRANSFORMERS, ()):
+        numbers = (row.difference or 0.0, *row.gaps)
+        by_numbers[tuple(f"{value:.0e}" if value else "0" for value in numbers)].append(
+            row.model_type
+        )
+    by_reason = defaultdict[tuple[str, ...], list[str]](list)
+    for row in by_how.get(_REFUSED, ()):
+        by_reason[(_escaped(general_reason(row.reason)),)].append(row.model_type)
     summary = (
         f"transformers {transformers.__version__} has {len(found)} kinds of causal language models. "
         f"planish runs {len(by_how.get(_NATIVE, ()))} by its own decoder and "
         f"{len(by_how.get(_BY_TRANSFORMERS, ()))} by the code of transformers."
     )
+    untested = [row.model_type for row in found if row.how not in _TESTED]
     parts = [
         *textwrap.wrap(summary, 100),
         "",
         "## By the code of transformers",
         "",
         *table(
-            ("model_type", "class", "to transformers", "gap, float32", "gap, bfloat16"),
-            (
-                (
-                    f"`{row.model_type}`",
-                    row.architecture,
-                    number(row.difference or 0.0),
-                    *map(number, row.gaps),
-                )
-                for row in by_how.get(_BY_TRANSFORMERS, ())
-            ),
+            ("to transformers", "gap, float32", "gap, bfloat16", "model_type"),
+            dict(sorted(by_numbers.items(), key=lambda item: tuple(map(float, item[0])))),
         ),
         "",
         "## By planish's own decoder",
         "",
-        *textwrap.wrap(", ".join(f"`{row.model_type}`" for row in by_how.get(_NATIVE, ())), 100),
+        *textwrap.wrap(_listed([row.model_type for row in by_how.get(_NATIVE, ())]), 100),
         "",
         "## Refused",
         "",
-        *table(
-            ("model_type", "reason"),
-            ((f"`{row.model_type}`", _escaped(row.reason)) for row in by_how.get(_REFUSED, ())),
-        ),
+        *table(("reason", "model_type"), by_reason),
         "",
         "## Without a tiny model",
         "",
         "The tool could not create a tiny random model of these, so they are not tested.",
         "",
-        *table(
-            ("model_type", "reason"),
-            (
-                (f"`{row.model_type}`", _escaped(row.reason))
-                for row in found
-                if row.how not in (_NATIVE, _BY_TRANSFORMERS, _REFUSED)
-            ),
-        ),
+        *textwrap.wrap(_listed(untested), 100, break_on_hyphens=False),
     ]
     return "\n".join(parts) + "\n"
 
 
+def general_reason(reason: str) -> str:
+    """Return the reason without the names of classes and modules, which differ between models."""
+    for pattern, replacement in _SPECIFIC:
+        reason = re.sub(pattern, replacement, reason)
+    return reason
+
+
 def written_rows(text: str) -> Iterator[Row]:
-    """Yield the rows of a page that `page` made."""
+    """Yield the rows of a page that `page` made, without the names of their classes."""
     hows = {
         "By the code of transformers": _BY_TRANSFORMERS,
         "By planish's own decoder": _NATIVE,
@@ -248,18 +254,18 @@ def written_rows(text: str) -> Iterator[Row]:
     for section in text.split("\n## ")[1:]:
         heading, _, body = section.partition("\n")
         how = hows[heading]
-        if how == _NATIVE:
-            yield from (Row(name, "", how) for name in re.findall(r"`(\w+)`", body))
-            continue
         for line in body.splitlines():
-            name, *cells = re.split(r"(?<!\\) \| ", line.removeprefix("| ").removesuffix(" |"))
-            if not name.startswith("`"):
-                continue
-            elif how == _BY_TRANSFORMERS:
-                difference, *gaps = map(float, cells[1:])
-                yield Row(name.strip("`"), cells[0], how, "", difference, tuple(gaps))
-            else:
-                yield Row(name.strip("`"), "", how, _unescaped(cells[0]))
+            *cells, listed = re.split(r"(?<!\\) \| ", line.removeprefix("| ").removesuffix(" |"))
+            for name in re.findall(r"`([\w-]+)`", listed):
+                if how == _BY_TRANSFORMERS:
+                    difference, *gaps = map(float, cells)
+                    yield Row(name, "", how, "", difference, tuple(gaps))
+                else:
+                    yield Row(name, "", how, _unescaped(cells[0]) if cells else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _unescaped(text: str) -> str:

@@ -40,7 +40,10 @@ def test_every_result_has_its_table():
 def test_a_peer_is_compared_with_planish_on_the_same_work(tmp_path):
     report = {
         **HEADER,
-        "works": {"W1": {"ours": peer(2.0), "limit": peer(1.0), "generate": peer(20.0)}},
+        "works": {
+            "W1": {"ours": peer(2.0), "limit": peer(1.0), "generate": peer(20.0)},
+            "W2": {"ours": {**peer(4.0), "seconds": [4.0]}},
+        },
     }
     (tmp_path / "bench.json").write_text(json.dumps(report))
     page = with_tables("before\n<!-- table: bench -->\nold\n<!-- end -->\nafter\n", tmp_path)
@@ -50,8 +53,10 @@ def test_a_peer_is_compared_with_planish_on_the_same_work(tmp_path):
     )
     assert page.endswith("<!-- end -->\nafter\n")
     assert "old" not in page
-    assert "| W1 | transformers `generate` | 20.00 (20.00 to 40.00) | 10.00 | 1.5 | 3 |" in page
-    assert "| W1 | matmuls alone (limit) | 1.00 (1.00 to 2.00) | 0.50 | 1.5 | 3 |" in page
+    assert "| system | W1 | W2 | peak memory, GiB |" in page
+    assert "| planish | 2.00 (2.00 to 4.00) | 4.00 | 1.5, 1.5 |" in page
+    assert "| transformers `generate` | 20.00 (20.00 to 40.00), x 10.00 |  | 1.5 |" in page
+    assert "| matmuls alone (limit) | 1.00 (1.00 to 2.00), x 0.50 |  | 1.5 |" in page
 
 
 def test_what_was_not_measured_is_no_table(tmp_path):

@@ -91,7 +91,8 @@ def page() -> str:
             "`[]` stands for the items of a list, and `*` for the entries of an object. In `POST "
             "/forward_backward`, `forward_input` is called `forward_backward_input`. `POST "
             f"/planish/draw` takes {JSON_LIMITS['/planish/draw']['requests'].limit} in `requests`, "
-            "each with the fields of `/asample`."
+            "each with the fields of `/asample`. The tables leave out fields that take one of a few "
+            "values, and fields that are not read."
         ),
         *_request_tables(_api_fields()),
         "## Protobuf: POST /api/v1/forward_backward\n",
@@ -109,12 +110,11 @@ def page() -> str:
             "turn. An answer may need "
             f"{protocol.MAX_ANSWER_BYTES >> 20:,} MiB of memory, estimated from `n`, the maximum "
             "number of tokens and the logprobs per token. A request for more gets status 400. `GET "
-            "/openapi.json` has all fields; the tables leave out those that take one of a few values."
+            "/openapi.json` has all fields of all requests with their limits, and the table those that "
+            "several requests have."
         ),
-        *_request_tables(
-            {f"POST {path}": fields for path, fields in openai_fields().items()},
-            leaves_out_choices=True,
-        ),
+        _grouped(_shared_limits(openai_fields())),
+        "",
         "## Paths, queries and headers\n",
         _table(
             ("what", "limit", "beyond it"),
@@ -293,39 +293,39 @@ def _limits_in_words(limits: Mapping[str, Limit]) -> dict[str, str]:
     return {name: limit.limit for name, limit in limits.items() if limit.limit}
 
 
-_CHOICE = re.compile(r"(`[^`]*`(, | )?(or )?)+|absent|not read|true or false")
+_CHOICE = re.compile(
+    r"(`[^`]*`(, | )?(or )?)+|absent|empty|not read.*|true or false|(float32 or )?int64"
+)
 
 
-def _request_tables(
-    requests: Mapping[str, Mapping[str, str]], leaves_out_choices: bool = False
-) -> list[str]:
+def _request_tables(requests: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Return the tables of these requests. A limit that a field has in several requests is listed
-    once, before the requests, and a request's own table has what differs. With
-    `leaves_out_choices`, fields are left out that take one of a few values in every request.
+    once, before the requests, and a request's own table has what differs. Fields are left out that
+    take one of a few values, or are not read.
     """
-    everywhere: dict[str, Counter[str]] = {}
-    for fields in requests.values():
-        for name, limit in fields.items():
-            everywhere.setdefault(name, Counter())[limit] += 1
-    if leaves_out_choices:
-        everywhere = {
-            name: limits
-            for name, limits in everywhere.items()
-            if not all(map(_CHOICE.fullmatch, limits))
-        }
-    most_common = {name: limits.most_common(1)[0] for name, limits in everywhere.items()}
-    shared = {name: limit for name, (limit, count) in most_common.items() if name and count > 1}
+    shared = _shared_limits(requests)
     lines = ["Fields of several requests, for each request whose own table has no other limit:\n"]
     lines += [_grouped(shared), ""]
     for request, fields in requests.items():
         own = {
             name: limit
             for name, limit in fields.items()
-            if name in everywhere and shared.get(name) != limit
+            if not _CHOICE.fullmatch(limit) and shared.get(name) != limit
         }
         if own:
             lines += [f"### {request}\n", _grouped(own), ""]
     return lines
+
+
+def _shared_limits(requests: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return the most common limit of each field that has one limit in several requests."""
+    everywhere: dict[str, Counter[str]] = {}
+    for fields in requests.values():
+        for name, limit in fields.items():
+            if name and not _CHOICE.fullmatch(limit):
+                everywhere.setdefault(name, Counter())[limit] += 1
+    most_common = {name: limits.most_common(1)[0] for name, limits in everywhere.items()}
+    return {name: limit for name, (limit, count) in most_common.items() if count > 1}
 
 
 def _grouped(fields: Mapping[str, str]) -> str:
