@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,11 @@ from planish.model.sources.weights import weight_files
 from planish.model.vision.image_tokens import ImageRegistry
 from planish.model.vision.tower import VisionTower
 
+_ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
+"""The names of biases that choose experts, which 16 bits would round to a few different values.
+transformers rounds those of some models (MiniMax M2).
+"""
+
 
 class TransformersDecoder:
     """A frozen base model of transformers, for models that `Decoder` does not cover."""
@@ -50,7 +56,7 @@ class TransformersDecoder:
         """
         assert backend.config.hf is not None
         self.config, self.backend, self._modules = backend.config, backend, backend.config.hf
-        model = load_model(directory, self._modules.is_multimodal, backend.dtype)
+        model = load_model(directory, self._modules, backend.dtype)
         model.to(backend.device)
         head = model.get_submodule(self._modules.head_name)
         bias = None if head.bias is None else head.bias.detach()
@@ -121,23 +127,25 @@ class TransformersDecoder:
         return hidden if scale == 1 else hidden * scale
 
 
-def load_model(directory: Path, is_multimodal: bool, dtype: torch.dtype) -> Any:
+def load_model(directory: Path, modules: HFModules, dtype: torch.dtype) -> Any:
     """Return the model in `directory` with planish's attention, its weights memory-mapped.
 
-    `is_multimodal`: whether it has towers too, which keep torch's attention. Raises
-    UnsupportedError if the weights are pickled, and DamagedFileError if they do not fit the model.
+    Towers keep torch's attention, and biases of routers keep float32. Raises UnsupportedError if
+    the weights are pickled, and DamagedFileError if they do not fit the model.
     """
-    from transformers import AttentionInterface
+    import transformers
 
     weight_files(directory)
-    AttentionInterface.register(ATTENTION, attention)
+    transformers.AttentionInterface.register(ATTENTION, attention)
+    model_class = getattr(transformers, modules.architecture)
+    in_float32 = {*(model_class._keep_in_fp32_modules_strict or ()), *_ROUTER_BIASES}
     try:
-        with quiet():
+        with quiet(), patch.object(model_class, "_keep_in_fp32_modules_strict", in_float32):
             parts = {"": ATTENTION, "text_config": ATTENTION, "vision_config": "sdpa"}
-            loaded: Any = auto_class(is_multimodal).from_pretrained(
+            loaded: Any = auto_class(modules.is_multimodal).from_pretrained(
                 directory,
                 dtype=dtype,
-                attn_implementation=parts if is_multimodal else ATTENTION,
+                attn_implementation=parts if modules.is_multimodal else ATTENTION,
                 use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,

@@ -83,6 +83,10 @@ def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, torch.
                 for name in handle.keys()  # noqa: SIM118 - a handle is no mapping
             }
         tensors = _stored_tensors(directory, handles, config)
+        is_under_other_name = config.tied_head and "model.embed_tokens.weight" not in tensors
+        if is_under_other_name and "lm_head.weight" in tensors:
+            # Some programs store a shared tensor under its last name.
+            tensors["model.embed_tokens.weight"] = tensors.pop("lm_head.weight")
         scales = _pop_scales(directory, config, tensors)
         _check_names_and_shapes(directory, config, tensors)
         _check_scales(directory, config, tensors, scales)

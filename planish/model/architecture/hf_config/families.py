@@ -227,20 +227,14 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
             f"the text_config has model_type {model_type!r}; inside {fields['model_type']}, "
             f"planish supports {', '.join(architectures_by_type)}"
         )
-    shared_keys = (
-        "quantization_config",
-        "eos_token_id",
-        "dtype",
-        "torch_dtype",
-        "tie_word_embeddings",
-    )
+    shared_keys = ("quantization_config", "eos_token_id", "dtype", "torch_dtype")
     outer_fields = {key: fields[key] for key in shared_keys if key in fields}
-    if fields["model_type"] in ("qwen3_5", "qwen3_5_moe"):
-        # In transformers, only the outer config decides whether the head of these models is tied.
-        text_config = {
-            **text_config,
-            "tie_word_embeddings": bool(fields.get("tie_word_embeddings", False)),
-        }
+    # In transformers, the outer config decides whether the head is tied.
+    is_tied = fields.get("tie_word_embeddings")
+    if is_tied is None and fields["model_type"] in ("qwen3_5", "qwen3_5_moe"):
+        is_tied = False
+    if is_tied is not None:
+        text_config = {**text_config, "tie_word_embeddings": bool(is_tied)}
     return {
         **outer_fields,
         **text_config,

@@ -154,6 +154,10 @@ def hf_config(directory: Path, fields: Mapping[str, Any]) -> Any:
             else ""
         )
         raise UnsupportedError(f"{version} has no model_type {model_type!r}{remote}")
+    if fields.get("quantization_config") == {}:
+        raise UnsupportedError(
+            "quantization_config is empty, which transformers cannot read; remove the field"
+        )
     if fields.get("quantization_config"):
         raise UnsupportedError(
             "quantization_config is set, and planish reads quantized checkpoints only in families "
@@ -179,7 +183,8 @@ def hf_config(directory: Path, fields: Mapping[str, Any]) -> Any:
         )
     except Exception as error:
         # The classes of configs validate their fields with many kinds of errors.
-        raise UnsupportedError(f"{version} cannot read it: {first_line(error)}") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise UnsupportedError(f"{version} cannot read it: {reason}") from error
 
 
 def inspect_config(config: Any, settings_digest: str) -> HFModel:

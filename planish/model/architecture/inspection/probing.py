@@ -127,7 +127,7 @@ def record_attention(model: Any, base: Any, max_context: int) -> list[AttentionC
             return torch.empty_like(hidden)
 
     class RecordedMask(torch.Tensor):
-        planish_mask: CausalMask
+        planish_mask: CausalMask | None = None
 
         def __getitem__(self, index: Any) -> Any:
             # Layers with shared keys and values get a slice with all rows (Gemma 4).
