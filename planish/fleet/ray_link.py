@@ -214,7 +214,7 @@ def _describe_end(error: BaseException) -> str:
     """
     lines = [line for line in str(error).splitlines()[1:] if line.strip() and line[0] != "\t"]
     reason = " ".join(lines) or str(error) or type(error).__name__
-    if "low on memory" in reason:
+    if "OOM kill" in reason:
         return (
             "the replica's process was ended by Ray, because the memory of its machine is nearly "
             "full; start fewer replicas on each machine, or lower kv_cache_bytes and "

@@ -117,7 +117,12 @@ def test_a_replacement_that_stops_while_it_loads_is_replaced_too(model_dir, tmp_
         num_started = 1
         client = ServiceClient(service=fleet)
         expected = run_grpo(client, 1)
-        os.kill(pid_of(fleet.replicas.replicas[0]), signal.SIGKILL)
+        (lost,) = fleet.replicas.replicas
+        os.kill(pid_of(lost), signal.SIGKILL)
+        deadline = time.monotonic() + WAIT
+        while not lost.is_lost:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         wait_until_whole(fleet)
         assert stopped
         assert run_grpo(client, 1) == expected
@@ -161,14 +166,15 @@ try:
 except StorageError as error:
     print(error)
 training_client = client.create_lora_training_client("tiny", rank=256, seed=1)
+uses = +fleet._versions._uses
 try:
     training_client.save_weights_and_get_sampling_client()
 except StorageError as error:
     print(error)
+assert +fleet._versions._uses == uses
 objects.clear()
 assert run_grpo(client, 1) == expected
 training_client.save_weights_and_get_sampling_client()
-assert fleet._versions._uses.total() == len(fleet._versions._stored)
 fleet.close(finish=False)
 leave_cluster()
 """
@@ -219,8 +225,15 @@ from planish.processes.ray_cluster import import_ray
 
 import_ray()
 store = {"object_store_memory": 80 << 20}
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **store})
-cluster.add_node(num_cpus=3, **store)
+for attempt in range(4):
+    cluster = Cluster()
+    try:
+        cluster.add_node(num_cpus=1, **store)
+        cluster.add_node(num_cpus=3, **store)
+        break
+    except Exception as error:  # on a busy machine, Ray's 30 s are too short
+        assert "timed out during startup" in str(error), error
+        cluster.shutdown()
 cluster.wait_for_nodes()
 with ServiceClient(models={"tiny": sys.argv[1]}, data_dir=sys.argv[2], ray=cluster.address) as client:
     client.create_sampling_client(base_model="tiny")

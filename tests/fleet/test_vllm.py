@@ -186,7 +186,7 @@ def test_two_servers_of_which_one_forgets_hangs_dies_and_returns(two_servers, tm
     adapters = tmp_path / "adapters"
     adapters.mkdir()
     sampler = VllmSampler(
-        [first.url, second.url], adapter_dir=adapters, stall_seconds=10.0, silent_seconds=30.0
+        [first.url, second.url], adapter_dir=adapters, stall_seconds=120.0, silent_seconds=120.0
     )
     with ServiceClient(data_dir=tmp_path / "data", sampler=sampler) as client:
         training_client = client.create_lora_training_client(DEFAULT_MODEL, rank=4, seed=1)
