@@ -236,6 +236,9 @@ class EngineThread:
         side = self._side_shares.pick(sides)
         start = perf_counter()
         is_alone = len(ready_models) + len(busy_base_models) == 1
+        if not is_alone:
+            # The last tokens of a sampler would otherwise wait for the turns of others.
+            self._sampler_sessions.finish_steps()
         if side == "training":
             model = self._training_shares.pick(ready_models)
             self._run_training_turn(model)

@@ -3,6 +3,8 @@
 Only the engine thread uses a `SamplerSessions`.
 """
 
+from collections.abc import Callable
+
 from planish.engine.base_models import BaseModel
 from planish.engine.failures import fail_all, prepare_error
 from planish.engine.training_models import (
@@ -94,12 +96,12 @@ class SamplerSessions:
 
     def run_turn(self, base: BaseModel) -> None:
         """Run one step of the base model's sampler; an exception fails all of its requests."""
-        try:
-            base.make_current()
-            base.sampler.step()
-        except Exception as error:
-            prepare_error(error, base)
-            base.sampler.abort_all(error)
+        _run(base, base.sampler.step)
+
+    def finish_steps(self) -> None:
+        """Append the tokens of all steps that were launched and not finished."""
+        for base in self.busy_base_models():
+            _run(base, base.sampler.finish_step)
 
     def drop_unused(self) -> None:
         """Free the weights and cached prefixes of released samplers without open requests."""
@@ -119,3 +121,13 @@ class SamplerSessions:
         for base in self._base_models:
             base.sampler.abort_all(error)
         self._sessions, self._base_models = [], []
+
+
+def _run(base: BaseModel, work: Callable[[], None]) -> None:
+    """Run work of the base model's sampler; an exception fails all of its requests."""
+    try:
+        base.make_current()
+        work()
+    except Exception as error:
+        prepare_error(error, base)
+        base.sampler.abort_all(error)

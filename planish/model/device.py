@@ -1,5 +1,5 @@
 """Device helpers: detect, select and synchronize a GPU, set the precision of matmuls, and copy to
-a device without waiting.
+and from a device without waiting.
 
 A copy from pageable memory to a GPU starts only after all queued work, and the caller waits until
 the copy is done. A decoding step that copies a dozen small tensors this way would leave the GPU
@@ -8,7 +8,7 @@ idle while the next kernels are launched. A copy from pinned memory is asynchron
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,3 +89,21 @@ def pinned(x: Tensor, device: torch.device) -> Tensor:
     asynchronous copy is done. For a CPU this is `x` itself.
     """
     return x.pin_memory() if Device(device).is_gpu else x
+
+
+class HostCopies:
+    """Copies of device tensors in host memory. Of a GPU they are asynchronous."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """Begin to copy tensors of `device`, after the work on this thread's current stream."""
+        # torch puts the result of such a copy from a GPU into pinned memory.
+        self._copies = {name: x.to("cpu", non_blocking=True) for name, x in tensors.items()}
+        self._event = torch.cuda.Event() if Device(device).is_gpu else None
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> Mapping[str, Tensor]:
+        """Wait for the copies, but not for later work of the device, and return them by name."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copies

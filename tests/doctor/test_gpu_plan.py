@@ -9,6 +9,8 @@ from planish.commands.cli import main
 from planish.doctor.gpu.cards import CARDS
 from planish.doctor.gpu.plan import model_directory, plan
 from planish.doctor.gpu.roofline import (
+    HOST_ROW_SECONDS,
+    HOST_STEP_SECONDS,
     Estimate,
     attended_bytes,
     bytes_per_weight,
@@ -49,6 +51,13 @@ def test_a_decoding_step_takes_at_least_the_reading_of_the_weights(qwen3_8b):
     many = decode_estimate(qwen3_8b, H100, 128, 1024)
     assert one.seconds < many.seconds < 5 * one.seconds
     assert many.parts["attention"] == pytest.approx(128 * one.parts["attention"])
+
+
+def test_the_host_is_hidden_behind_a_step_that_takes_longer(qwen3_8b, tmp_path):
+    assert decode_estimate(qwen3_8b, H100, 128, 1024).parts["host"] == 0
+    tiny = ModelConfig.from_directory(tiny_model(tmp_path, "qwen3"))
+    found = decode_estimate(tiny, H100, 128, 100)
+    assert found.seconds == pytest.approx(HOST_STEP_SECONDS + 128 * HOST_ROW_SECONDS)
 
 
 @pytest.mark.parametrize("scheme", [None, "int8", "nf4"])

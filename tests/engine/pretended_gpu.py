@@ -5,6 +5,9 @@ storages, and the `device` of a marked tensor is the GPU. The pretended GPU reje
 mix marked and plain tensors, numpy() of marked tensors, kernels on plain tensors, and everything
 that waits for the device during a capture. It applies to the thread that enters `pretended_gpu` and
 to the backward passes of that thread.
+
+Asynchronous copies are done when the host has waited for the device, or for an event after them. A
+copy to the host has wrong values until then. The source of a copy to the GPU must not change.
 """
 
 from __future__ import annotations
@@ -79,6 +82,8 @@ class Marks:
         self.is_recording = False
         self.waited: list[str] = []
         """Names of the operations that waited for the device."""
+        self.copies: list[_Copy] = []
+        """The asynchronous copies that may not be done yet."""
 
     def has(self, x: Tensor) -> bool:
         with torch._C.DisableTorchFunction():
@@ -94,10 +99,52 @@ class Marks:
     def wait(self, what: str) -> None:
         self.refuse_while_recording(what)
         self.waited.append(what)
+        self.finish(self.copies)
+
+    def finish(self, copies: Sequence[_Copy]) -> None:
+        """Do the asynchronous copies among `copies` that are not done yet."""
+        done = set(copies).intersection(self.copies)
+        finished = [copy for copy in self.copies if copy in done]
+        self.copies = [copy for copy in self.copies if copy not in done]
+        for copy in finished:
+            copy.finish()
 
     def refuse_while_recording(self, what: str) -> None:
         if self.is_recording:
             raise RefusedError(f"{what} while a step is recorded")
+
+
+class _Copy:
+    """An asynchronous copy between the host and the pretended GPU."""
+
+    def __init__(self, on_host: Tensor, value: Tensor, is_upload: bool) -> None:
+        """`value`: what `on_host` has when the copy is done."""
+        self._on_host, self._value, self._is_upload = on_host, value, is_upload
+
+    def finish(self) -> None:
+        # Only in this mode may inference tensors change.
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode():
+            if not self._is_upload:
+                self._on_host.copy_(self._value)
+            elif not torch.equal(self._on_host, self._value):
+                raise RefusedError("the source of an asynchronous copy was changed before its end")
+
+
+class _Event:
+    """A CUDA event. Waiting for it counts if copies to the host were not done."""
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
+        self._copies: list[_Copy] = []
+
+    def record(self, stream: Any = None) -> None:
+        self._copies = [*self._marks.copies]
+
+    def synchronize(self) -> None:
+        if any(copy in self._marks.copies and not copy._is_upload for copy in self._copies):
+            self._marks.refuse_while_recording("synchronize")
+            self._marks.waited.append("synchronize")
+        self._marks.finish(self._copies)
 
 
 def tensors(given: Any) -> list[Tensor]:
@@ -163,6 +210,9 @@ class _Functions(TorchFunctionMode):
             return moved
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             moved = moved.clone()
+            if not waits and not there:
+                self._marks.copies.append(_Copy(moved, moved.clone(), is_upload=False))
+                moved.fill_(-77)
         if self._marks.observer is not None:
             self._marks.observer.operation(torch.ops.aten.copy_.default, [own], [moved])
         return self._marks.put(moved) if there else moved
@@ -191,11 +241,13 @@ class _Operations(TorchDispatchMode):
                     f"{func} of {[tuple(x.shape) for x in elsewhere]} on the CPU and others on a "
                     "GPU"
                 )
-            (
-                marks.refuse_while_recording
-                if name == "copy_" and args[2:] == (True,)
-                else marks.wait
-            )(name)
+            if name == "copy_" and args[2:] == (True,):
+                marks.refuse_while_recording(name)
+                if marks.has(args[0]):
+                    with _disable_current_modes(), torch._C.DisableTorchFunction():
+                        marks.copies.append(_Copy(args[1], args[1].clone(), is_upload=True))
+            else:
+                marks.wait(name)
         if name == "_local_scalar_dense" and on_gpu:
             marks.wait(name)
         if func in (
@@ -234,6 +286,7 @@ def _fill(made: Tensor) -> None:
 def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[Marks]:
     marks = Marks()
     patch_cuda(patch)
+    patch.setattr(torch.cuda, "Event", lambda: _Event(marks))
     # Tables that an earlier test has cached are on the CPU.
     for table in (four_bit_values, dynamic_values, mxfp4_scales):
         table.cache_clear()

@@ -160,6 +160,37 @@ def test_models_trained_concurrently_equal_models_trained_alone(engines):
         assert train(engines(micro_batch_tokens=50), [name]) == {name[0]: together[name[0]]}
 
 
+def test_no_token_is_pending_while_another_model_takes_a_turn(engine, monkeypatch):
+    """On a GPU the tokens of a step are appended in the next step. Here the steps overlap too."""
+    create(engine)
+    engine.submit(CreateSampler("s", "llama")).result(WAIT)
+    sampled = request("s", 60, 2)
+    alone = engine.submit(sampled).result(WAIT)
+    sampler, pending = engine._base_models.get("llama").sampler, []
+    sampler._steps.overlap = True
+    training_turn, run = engine._thread._run_training_turn, sampler._steps.run
+
+    def checked(*arguments: Any) -> None:
+        pending.append(sampler._steps.has_pending_tokens)
+        training_turn(*arguments)
+
+    def trained(*arguments: Any) -> Any:
+        if len(backwards) < 3:
+            backwards.append(engine.submit(ForwardBackward("a", [datum(40)], "cross_entropy")))
+        return run(*arguments)
+
+    backwards: list[Future[Any]] = []
+    monkeypatch.setattr(engine._thread, "_run_training_turn", checked)
+    monkeypatch.setattr(sampler._steps, "run", trained)
+    beside = engine.submit(sampled).result(WAIT)
+    for backward in backwards:
+        backward.result(WAIT)
+    assert len(pending) >= 3
+    assert not any(pending)
+    for one, other in zip(beside.sequences, alone.sequences, strict=True):
+        assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
+
+
 @pytest.mark.slow
 def test_a_long_training_call_does_not_block_sampling(engines, monkeypatch):
     engine = engines(micro_batch_tokens=64)

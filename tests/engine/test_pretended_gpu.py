@@ -27,6 +27,7 @@ from planish.engine.sampling.model_runner import EagerRunner
 from planish.engine.settings import EngineSettings
 from planish.engine.training.adapters import Adapter
 from planish.model.architecture.config import ModelConfig
+from planish.model.device import HostCopies
 from planish.model.kernels.self_test.process import WrongResultError
 from planish.model.kernels.self_test.verdicts import Verdict
 from planish.model.kernels.triton.families import FAMILIES
@@ -66,8 +67,8 @@ def test_sampling_and_training_keep_tensors_on_the_gpu(
         adapted(base, LoraConfig(rank=4, seed=1, train_unembed=False)),
     ]
     responses, waits = sampled(base, adapters, gpu)
-    # a step that only decodes waits for the sampled tokens alone
-    assert deterministic or {"tolist"} in waits
+    # a step that only decodes waits for the sampled tokens of the step before alone
+    assert deterministic or {"synchronize"} in waits
     assert all(
         np.isfinite(sequence.logprobs).all()
         for answer in responses
@@ -89,6 +90,45 @@ def test_sampling_and_training_keep_tensors_on_the_gpu(
         )
         adapter.load_state({name: tensor.cpu() for name, tensor in adapter.state().items()})
         assert adapter.master.device == adapter.exp_avg.device == GPU
+
+
+@pytest.mark.parametrize("deterministic", [None, True])
+def test_overlapping_steps_sample_what_steps_one_after_another_sample(
+    tmp_path: Path, gpu: Marks, monkeypatch: pytest.MonkeyPatch, deterministic: bool | None
+):
+    monkeypatch.setenv("PLANISH_GRAPHS", "0")
+    directory = tiny_model(
+        tmp_path, family="qwen3", layers=1, heads=2, kv_heads=1, hidden_size=32, intermediate=32
+    )
+    settings = EngineSettings(
+        max_batch=2, kv_cache_bytes=1 << 24, prefix_cache_bytes=0, deterministic=deterministic
+    )
+    base = BaseModel(directory, settings, DeviceMemory(settings).claim(directory))
+    weights = adapted(base, LoraConfig(rank=4, seed=0)).snapshot()
+    found, waits = [], []
+    assert base.sampler._steps.overlap
+    for overlap in (False, True):
+        base.sampler._steps.overlap = overlap
+        futures: list[Future[SampleResponse]] = [Future(), Future()]
+        for number, future in enumerate(futures):
+            op = request(tokens(5 + number), seed=number, max_tokens=3 + number)
+            base.sampler.submit(op, weights if number else None, number, future)
+        while base.sampler.busy:
+            gpu.waited.clear()
+            base.sampler.step()
+            waits.append([*gpu.waited])
+        found.append([future.result(timeout=0).sequences[0] for future in futures])
+    # The first step waits for the first tokens. Only then does it wait for its own tokens too.
+    one_after_another, overlapping_waits = waits[: len(waits) // 2], waits[len(waits) // 2 :]
+    assert deterministic or [
+        [wait.count("synchronize") for wait in each]
+        for each in (one_after_another, overlapping_waits)
+    ] == [[2, 1, 1], [1, 1, 1, 1]]
+    for plain, overlapping in zip(*found, strict=True):
+        assert overlapping.tokens == plain.tokens
+        # The last bits depend on the other rows, unless sampling is deterministic.
+        tolerance = 0 if deterministic else 1e-3
+        np.testing.assert_allclose(overlapping.logprobs, plain.logprobs, rtol=0, atol=tolerance)
 
 
 def test_gpu_matmuls_accumulate_in_float32(tmp_path: Path, gpu: Marks):
@@ -313,6 +353,17 @@ def test_the_pretended_gpu_rejects_what_a_gpu_rejects(
     x = torch.ones(3, device=GPU)
     with pytest.raises(RefusedError):
         mistake(x)
+
+
+def test_an_asynchronous_copy_is_done_when_the_host_has_waited(gpu: Marks):
+    x, source = torch.ones(3, device=GPU), torch.zeros(3)
+    copies = HostCopies({"x": x}, GPU)
+    assert not any(copies._copies["x"] == 1)
+    assert copies.wait()["x"].tolist() == [1, 1, 1]
+    x.copy_(source, non_blocking=True)
+    source.fill_(5)
+    with pytest.raises(RefusedError, match="was changed before its end"):
+        x.tolist()
 
 
 @pytest.mark.parametrize(

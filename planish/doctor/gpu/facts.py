@@ -22,7 +22,8 @@ _QUERIED = (
     *("power.limit", "clocks.max.sm", "clocks.max.memory", "ecc.mode.current", "pcie.link.gen.max"),
 )
 _VARIABLES = (
-    *("PLANISH_KERNELS", "PLANISH_GRAPHS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING"),
+    *("PLANISH_KERNELS", "PLANISH_GRAPHS", "PLANISH_OVERLAP"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING"),
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS"),
 )
 """Variables that change what is measured."""

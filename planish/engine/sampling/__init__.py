@@ -7,7 +7,8 @@ The path of a sample, by module:
                     (reservations.py); samples that do not fit any more are preempted
     slots.py        the prompt and its samples get slots in the KV cache
     prefill.py      steps compute the prompt after its cached prefix (prefix_cache.py)
-    plan.py         each step, the newest token of every sample becomes a row of a `StepPlan`
+    plan.py         each step (decoding_steps.py), the newest token of every sample becomes a row of
+                    a `StepPlan`
     model_runner.py the rows become hidden states and logits (cuda_graph_runner.py on a GPU)
     selection.py    the logits become the next tokens, and samples end (stopping.py)
     delivery.py     the sequences become the response of the request

@@ -24,15 +24,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from planish.engine.release_memory import clear_frames
-from planish.engine.sampling.plan import StepOutput, StepPlan
+from planish.engine.sampling.plan import StepOutput, StepPlan, tokens_and_positions
 from planish.engine.sampling.slots import SampleSlots
 from planish.model.decoder.base_decoder import BaseDecoder
-from planish.model.device import Device, on_device
+from planish.model.device import Device
 from planish.model.kernels.triton.adapters import AdapterTables
 from planish.model.kernels.triton.families import wants_graphs
 from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
@@ -115,8 +114,7 @@ class CudaGraphRunner:
         buffers that the next step overwrites.
         """
         adapters = [adapter for adapter in plan.layout.adapters if adapter.weights is not None]
-        positions = np.atleast_2d(plan.positions)
-        rows = on_device([plan.tokens, *positions.tolist()], torch.int64, self._decoder.device)
+        rows = plan.inputs(self._decoder.device)
         if isinstance(plan.slots, SampleSlots):
             return self._decode(rows, plan.slots, adapters)
         self._prefill_adapters.fill(adapters)
@@ -128,11 +126,8 @@ class CudaGraphRunner:
             attention = GpuPrefill(
                 plan.slots, self._pool_bases, config.num_heads, config.attention_windows
             )
-        # Prompts with images have three positions for each row.
-        positions_on_device = rows[1:] if len(positions) > 1 else rows[1]
-        return StepOutput(
-            self._decoder.forward(rows[0], positions_on_device, attention, adapter_batch), None
-        )
+        tokens, positions = tokens_and_positions(rows)
+        return StepOutput(self._decoder.forward(tokens, positions, attention, adapter_batch), None)
 
     def _decode(
         self, rows: Tensor, slots: SampleSlots, adapters: Sequence[AdapterRange]

@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
-from planish.engine.sampling.plan import StepOutput, StepPlan
+from planish.engine.sampling.plan import StepOutput, StepPlan, tokens_and_positions
 from planish.engine.sampling.sampling_head import SamplingHead
 from planish.engine.sampling.slots import SampleSlots
 from planish.model.decoder.base_decoder import BaseDecoder
@@ -69,7 +66,7 @@ class EagerRunner:
         attention = self._backend.prefill_attention(plan.slots)
         adapter_batch = self._backend.adapter_batch(plan.layout.adapters)
         hidden = self._decoder.forward(
-            *self._tokens_and_positions(plan),
+            *tokens_and_positions(plan.inputs(self._backend.device)),
             attention,
             adapter_batch,
             recurrence=plan.recurrence,
@@ -87,13 +84,13 @@ class EagerRunner:
             slots.first_rows, slots.prompt_pools, slots.sample_pools, slots.row_counts
         )
         adapter_batch = self._backend.adapter_batch(decode_adapters)
-        tokens_and_positions = self._tokens_and_positions(plan)
+        tokens, positions = tokens_and_positions(plan.inputs(self._backend.device))
         if plan.recurrence is not None:
             hidden = self._decoder.forward(
-                *tokens_and_positions, attention, adapter_batch, recurrence=plan.recurrence
+                tokens, positions, attention, adapter_batch, recurrence=plan.recurrence
             )
         else:
-            hidden = self._decode_pass(*tokens_and_positions, attention, adapter_batch)
+            hidden = self._decode_pass(tokens, positions, attention, adapter_batch)
         return StepOutput(hidden, self._head.logits(hidden, adapters))
 
     def row_multiple(self, num_adapters: int) -> int:
@@ -115,8 +112,3 @@ class EagerRunner:
     def release_adapters(self) -> None:
         """Free the stacked adapter weights."""
         self._stacks.forget()
-
-    def _tokens_and_positions(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
-        """Return the tokens and positions of the rows, int64 [T] each."""
-        device = self._backend.device
-        return torch.tensor(plan.tokens, device=device), torch.tensor(plan.positions, device=device)

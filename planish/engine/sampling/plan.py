@@ -8,16 +8,18 @@ rows are the newest tokens of samples. Every model runner takes both and returns
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from planish.engine.constraints.grammar import GrammarState
 from planish.engine.sampling.requests import RunningSample
 from planish.engine.sampling.slots import SampleSlots, Slots
+from planish.model.device import on_device
 from planish.model.kernels.interface.backend import Backend
 from planish.model.kernels.reference.adapter_stacks import shape_of
 from planish.model.layers.lora import AdapterRange, LoraWeights
@@ -72,6 +74,16 @@ class SampleRows:
 
 
 @dataclass(frozen=True, eq=False)
+class PendingTokens:
+    """The tokens of the last decoding step, if they are on the device only."""
+
+    tokens: Tensor
+    """The tokens: int64 [N]."""
+    index_of: Mapping[RunningSample, int]
+    """The index of each sample's token in `tokens`."""
+
+
+@dataclass(frozen=True, eq=False)
 class StepPlan:
     """One pass of T rows through the decoder, including padding rows.
 
@@ -79,6 +91,7 @@ class StepPlan:
     """
 
     tokens: list[int]
+    """The tokens of the rows; 0 for a row whose token is on the device only."""
     positions: list[int] | np.ndarray
     """The positions of the rows. In a prefill with images, these are RoPE positions [3, T]."""
     layout: RowLayout
@@ -91,6 +104,21 @@ class StepPlan:
     """The recurrence of the rows; None if the model has no recurrent states."""
     sampled: SampleRows = SampleRows((), (), ())
     """Which samples get tokens from these rows; none in a prefill."""
+    pending: Tensor | None = None
+    """The tokens that are on the device only: int64 [N]. None if all tokens are in `tokens`."""
+    sources: Sequence[int] = ()
+    """With `pending`: the index of each row's token in `tokens` followed by `pending`."""
+
+    def inputs(self, device: torch.device) -> Tensor:
+        """Return the tokens and the positions on the device: int64 [2, T], or [4, T] in a prefill
+        with images. A GPU receives them asynchronously.
+        """
+        numbers = [self.tokens, *np.atleast_2d(self.positions).tolist()]
+        if self.pending is None:
+            return on_device(numbers, torch.int64, device)
+        rows = on_device([*numbers, self.sources], torch.int64, device)
+        torch.index_select(torch.cat([rows[0], self.pending]), 0, rows[-1], out=rows[0])
+        return rows[:-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,16 +131,23 @@ class StepOutput:
     """The logits, float32 [T, V]. None for a prefill."""
 
 
+def tokens_and_positions(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens [T] and the positions [T] or [3, T] of `StepPlan.inputs`."""
+    return inputs[0], inputs[1] if len(inputs) == 2 else inputs[1:]
+
+
 def plan_decoding(
     samples: Sequence[RunningSample],
     slots: Slots,
     backend: Backend,
     row_multiple_for: Callable[[int], int],
+    pending: PendingTokens | None = None,
 ) -> StepPlan:
     """Plan a decoding step of these samples. Each has a slot or gets one now.
 
     Each sample has `num_rows` rows: its last token, and the forced tokens of its grammar that
-    follow it. `row_multiple_for`: see `ModelRunner.row_multiple`.
+    follow it. `row_multiple_for`: see `ModelRunner.row_multiple`. `pending` has the last tokens of
+    the samples with a pending token.
     """
     slots.ensure_space(samples)
     rows_per_adapter: Counter[LoraWeights | None] = Counter()
@@ -137,9 +172,14 @@ def plan_decoding(
         [(sample.prompt.weights, sample.num_rows) for sample in samples], row_multiple
     )
     tokens, positions = [0] * layout.num_rows, [0] * layout.num_rows
+    sources = list(range(layout.num_rows)) if pending is not None else []
     for sample, row in zip(samples, layout.first_rows, strict=True):
-        tokens[row], position = sample.tokens[-1], sample.position
+        position = sample.position
         positions[row] = position
+        if pending is not None and sample.num_pending_tokens:
+            sources[row] = layout.num_rows + pending.index_of[sample]
+        else:
+            tokens[row] = sample.tokens[-1]
         if sample.num_rows > 1:
             stop = row + sample.num_rows
             tokens[row + 1 : stop] = sample.forced_tokens[: sample.num_rows - 1]
@@ -158,6 +198,8 @@ def plan_decoding(
             layout.adapters,
             [sample.grammar for sample in samples if sample.grammar is not None],
         ),
+        pending.tokens if pending is not None else None,
+        sources,
     )
 
 

@@ -241,6 +241,10 @@ class RunningSample:
     """The number of batch rows in the current decoding step: the last token, and forced tokens of
     the grammar that follow it.
     """
+    num_pending_tokens: int = 0
+    """The number of tokens that were sampled after `tokens` and are on the device only: 1 or 0 (see
+    decoding_steps.py).
+    """
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     top_tokens: list[np.ndarray] = field(default_factory=list[np.ndarray])
@@ -257,7 +261,19 @@ class RunningSample:
     @property
     def stored(self) -> int:
         """The number of positions in the slot before the last token goes through the decoder."""
-        return self.prompt.length % SPAN + len(self.tokens) - self.num_prefilled_tokens - 1
+        return self.prompt.length % SPAN + self.num_tokens - self.num_prefilled_tokens - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of sampled tokens, with the pending one."""
+        return len(self.tokens) + self.num_pending_tokens
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether a decoding step can sample its next token."""
+        return (
+            bool(self.tokens) and self.prompt.is_ready and self.num_tokens < self.request.max_tokens
+        )
 
     @property
     def max_capacity(self) -> int:
@@ -300,7 +316,7 @@ class RunningSample:
     @property
     def position(self) -> int:
         """The RoPE position of the last token."""
-        return len(self.request.tokens) + len(self.tokens) - 1 + self.request.input.rope_offset
+        return len(self.request.tokens) + self.num_tokens - 1 + self.request.input.rope_offset
 
 
 def _bits(tokens: Iterable[int], vocab_size: int) -> np.ndarray:

@@ -8,7 +8,8 @@ samples one token for every running sample of every adapter, or for the samples 
 Both passes of a step are a plan, a run and an apply. A `StepPlan` (plan.py) has the rows of the
 pass. A model runner (model_runner.py) turns the plan into hidden states and logits. Then `Prefill`
 (prefill.py) records the hidden states of prompts, and `Selection` (selection.py) appends tokens to
-samples. `OpenRequests` (delivery.py) sends the responses.
+samples. On a GPU, the tokens of a decoding step are appended after the next step was launched
+(decoding_steps.py). `OpenRequests` (delivery.py) sends the responses.
 
 Rows are grouped by adapter. Samples of one prompt share its keys and values. Prompts with a common
 prefix compute that prefix only once.
@@ -26,6 +27,7 @@ import itertools
 import secrets
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 
@@ -35,11 +37,12 @@ from planish.detokenizer import Detokenizer
 from planish.engine.constraints.cache import GrammarCache
 from planish.engine.sampling.adjustments import is_adjusted
 from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner
+from planish.engine.sampling.decoding_steps import DecodingSteps
 from planish.engine.sampling.decoding_turns import DecodingTurns
 from planish.engine.sampling.delivery import OpenRequests
 from planish.engine.sampling.masks import set_row_counts, wait_for_late_masks
 from planish.engine.sampling.model_runner import EagerRunner, ModelRunner
-from planish.engine.sampling.plan import RowLayout, SampleRows, StepOutput, plan_decoding
+from planish.engine.sampling.plan import RowLayout, SampleRows, StepOutput
 from planish.engine.sampling.prefill import Prefill
 from planish.engine.sampling.prompt_scores import PromptScores, wants_prompt_scores
 from planish.engine.sampling.requests import Prompt, PromptTensors, Request, RunningSample
@@ -54,7 +57,6 @@ from planish.errors import UserError
 from planish.model.decoder.base_decoder import BaseDecoder
 from planish.model.layers.lora import LoraWeights
 from planish.model.layers.recurrence import state_bytes
-from planish.model.sequences.kv_cache import KVSpec
 from planish.model.sequences.positions import GPU_BLOCK, SPAN
 from planish.model.vision.image_tokens import InputTokens, read_input, with_image_token
 from planish.service import Sample
@@ -90,18 +92,16 @@ class Sampler:
         self._backend = decoder.backend
         self._detokenizer = Detokenizer(decode_text, vocabulary_entry)
         self._head = SamplingHead(decoder)
-        spec = decoder.backend.kv_spec
-        self._runner = _model_runner(decoder, self._head, spec, settings)
-        self._slots = Slots(
-            spec,
-            settings.kv_cache_bytes,
-            self._runner.pool_class,
-        )
+        self._runner = _model_runner(decoder, self._head, settings)
+        self._slots = Slots(self._backend.kv_spec, settings.kv_cache_bytes, self._runner.pool_class)
         self._prefill = Prefill(decoder, self._head, self._slots, settings)
         self._selection = Selection(decoder, self._head, grammars)
         self._scheduler = _scheduler(decoder, settings, self._prefill.chunk_size)
         self._requests = OpenRequests()
         self._turns = DecodingTurns()
+        self._steps = DecodingSteps(
+            self._runner, self._slots, self._backend, self._selection, self._turns
+        )
         self._request_numbers = itertools.count()
         self.num_preemptions = 0
         """The number of preemptions so far."""
@@ -162,9 +162,8 @@ class Sampler:
         version: Hashable,
         future: Future[SampleResponse],
     ) -> None:
-        """Queue a validated request. Its response is set on `future`.
-
-        To withdraw the request, cancel `future`.
+        """Queue a validated request. Its response is set on `future`; cancel it to withdraw the
+        request.
 
         `version` identifies the weights in the prefix cache. `weights` is None for the base model.
         """
@@ -211,24 +210,24 @@ class Sampler:
         if has_prefilled:
             end_time = perf_counter()
             self._next_prefill_time = end_time + (end_time - start_time)
-        decoding_samples = [
-            sample for sample in self._scheduler.running if sample.tokens and sample.prompt.is_ready
-        ]
+        decoding_samples = [sample for sample in self._scheduler.running if sample.can_decode]
         # A sample whose mask is missing is decoded too: if the mask is still missing after the
         # pass, the sample's logits are discarded, and a later step decodes it again.
         if decoding_samples and not all(sample.awaits_mask for sample in decoding_samples):
-            chosen_samples = self._turns.choose(decoding_samples)
-            start_time = perf_counter()
-            self._decoding_step(chosen_samples)
-            self._turns.charge(
-                len(chosen_samples) < len(decoding_samples), perf_counter() - start_time
-            )
+            self._decoding_step(decoding_samples)
+        elif self._steps.has_pending_tokens:
+            self.finish_step()
         elif not has_prefilled:
             # No sample can be decoded now, so prefilling a prompt would not delay any sample.
             self._next_prefill_time = 0.0
             wait_for_late_masks(self._scheduler.running)
         if not self.busy:
+            self._steps.discard_pending_tokens()  # Their samples have ended.
             self._runner.release_adapters()
+
+    def finish_step(self) -> None:
+        """Append the pending tokens of the last decoding step. Without such tokens, do nothing."""
+        self._end_samples(self._steps.finish())
 
     def _prefill_step(self) -> bool:
         """Start the requests that fit, prefill prompts, and sample their first tokens. Return
@@ -244,6 +243,7 @@ class Sampler:
             if not sample.tokens and sample.prompt.is_ready and not sample.awaits_mask
         ]
         if new_samples:
+            self.finish_step()
             self._sample_first_tokens(new_samples)
         return bool(new_samples or batch)
 
@@ -272,32 +272,32 @@ class Sampler:
         adapters = RowLayout([(prompt.weights, 1) for prompt in row_of_prompt]).adapters
         hidden = torch.cat([prompt.last_hidden for prompt in row_of_prompt])
         rows = SampleRows(samples, [row_of_prompt[sample.prompt] for sample in samples], adapters)
-        self._apply(rows, StepOutput(hidden, self._head.logits(hidden, adapters)))
+        output = StepOutput(hidden, self._head.logits(hidden, adapters))
+        self._end_samples(self._selection.append(self._selection.select(rows, output)))
 
-    def _decoding_step(self, samples: Sequence[RunningSample]) -> None:
-        """Run each sample's last token through the decoder and sample its next token.
+    def _decoding_step(self, decoding_samples: Sequence[RunningSample]) -> None:
+        """Sample the next token of all of these samples, or of those whose turn it is.
 
-        The forced tokens of a sample's grammar go through the decoder in the same step. If the rows
-        do not fit into the KV cache, some running samples are preempted first.
+        The last token of each sample goes through the decoder, with the forced tokens of its
+        grammar. If the rows do not fit into the KV cache, some running samples are preempted first.
         """
-        set_row_counts(samples, self.settings.max_batch)
-        samples = self._preempt_for(samples)
-        if not samples:
-            return
-        plan = plan_decoding(samples, self._slots, self._backend, self._runner.row_multiple)
-        output = self._runner.run(plan)
-        self._apply(plan.sampled, output)
-        if plan.recurrence is not None:
-            for sample in plan.sampled.samples:
-                sample.use_next_state()
+        chosen_samples = self._turns.choose(decoding_samples)
+        set_row_counts(chosen_samples, self.settings.max_batch)
+        samples = self._preempt_for(chosen_samples)
+        if samples:
+            is_small = len(chosen_samples) < len(decoding_samples)
+            self._end_samples(self._steps.run(samples, is_small))
 
     def _preempt_for(self, samples: Sequence[RunningSample]) -> Sequence[RunningSample]:
         """Preempt running samples until the next rows of `samples` fit. Return those of `samples`
         that are still running.
         """
         while (victim := self._scheduler.next_victim(samples)) is not None:
-            self._preempt(victim)
-            samples = [sample for sample in samples if sample is not victim]
+            if self._steps.has_pending_tokens:
+                self.finish_step()  # If some samples have ended, perhaps all others fit.
+            else:
+                self._preempt(victim)
+            samples = [sample for sample in samples if sample.reserved_capacity]
         return samples
 
     def _preempt(self, sample: RunningSample) -> None:
@@ -308,11 +308,10 @@ class Sampler:
         sample.free_states()
         self._release_unused_prompts([sample.prompt])
 
-    def _apply(self, rows: SampleRows, output: StepOutput) -> None:
-        """Append the next tokens to the samples, and finish samples that stop."""
-        ended_samples = self._selection.apply(rows, output)
-        self._remove_samples(ended_samples)
-        for sample in ended_samples:
+    def _end_samples(self, samples: Sequence[RunningSample]) -> None:
+        """Remove samples that have ended, and deliver the responses that are complete."""
+        self._remove_samples(samples)
+        for sample in samples:
             self._requests.finish_sample(sample)
 
     def _remove_samples(self, samples: Sequence[RunningSample]) -> None:
@@ -350,8 +349,11 @@ class Sampler:
         """Fail every request with `error` and reset the scheduler and the KV cache.
 
         The engine calls this method when it closes, and after an exception in `step`, which may
-        leave the scheduler or the slots inconsistent.
+        leave the scheduler or the slots inconsistent. The tokens of the last step are delivered
+        first if they can be.
         """
+        with suppress(Exception):
+            self.finish_step()
         # The error may reference prompts and samples, so their tensors are freed here.
         for prompt in self._scheduler.prompts:
             prompt.tensors = PromptTensors()
@@ -386,9 +388,10 @@ def _scheduler(decoder: BaseDecoder, settings: SamplerSettings, chunk_size: int)
 
 
 def _model_runner(
-    decoder: BaseDecoder, head: SamplingHead, spec: KVSpec, settings: SamplerSettings
+    decoder: BaseDecoder, head: SamplingHead, settings: SamplerSettings
 ) -> ModelRunner:
     """Return the model runner for the decoder's device and kernels."""
     if not CudaGraphRunner.supports(decoder):
         return EagerRunner(decoder, head)
+    spec = decoder.backend.kv_spec
     return CudaGraphRunner(decoder, spec, settings.max_batch, settings.max_prefill_tokens_per_step)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -69,13 +68,12 @@ class SamplingHead:
         normalizer: Tensor,
         temperature: Tensor,
         adapters: Sequence[AdapterRange],
-    ) -> list[list[float]]:
-        """Return the logprobs of the tokens ids_by_row[i] at row rows[i], computed as the logprob
-        of a sampled token is. `normalizer` and `temperature` are [len(rows)].
+    ) -> Tensor:
+        """Return the logprobs of the tokens ids_by_row[i] at row rows[i], one row after another,
+        computed as the logprob of a sampled token is: float32. `normalizer` and `temperature` are
+        [len(rows)].
         """
         ids = [token for tokens in ids_by_row for token in tokens]
-        if not ids:
-            return [[] for _ in rows]
         owners = [i for i, tokens in enumerate(ids_by_row) for _ in tokens]
         index = on_device(owners, torch.int64, logits.device)
         token_logits = self.sampled_logits(
@@ -85,9 +83,7 @@ class SamplingHead:
             on_device(ids, torch.int64, logits.device),
             adapters,
         )
-        values = token_logprobs(token_logits / temperature[index], normalizer[index]).tolist()
-        ends = [*accumulate(map(len, ids_by_row), initial=0)]
-        return [values[begin:end] for begin, end in pairwise(ends)]
+        return token_logprobs(token_logits / temperature[index], normalizer[index])
 
 
 def _head_adapter_ranges(adapters: Sequence[AdapterRange]) -> list[HeadAdapterRange]:

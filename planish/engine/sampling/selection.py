@@ -1,8 +1,8 @@
 """The selection of the next tokens: from the logits of a step to the tokens of its samples.
 
 Every sample gets one token. A constrained sample gets its forced tokens too, or none if its mask is
-missing. The tokens and their logprobs are appended to the samples, and samples that meet a stop
-condition or reach `max_tokens` end.
+missing. `select` computes the tokens and their logprobs on the device. `append` takes them from
+there and appends them to the samples. Samples that meet a stop condition or reach `max_tokens` end.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -11,24 +11,25 @@ condition or reach `max_tokens` end.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from planish.engine.constraints.cache import GrammarCache
 from planish.engine.constraints.grammar import GrammarState
 from planish.engine.sampling.adjustments import Adjustment, sample_batch
 from planish.engine.sampling.delivery import call_on_token, non_finite_error
 from planish.engine.sampling.masks import allowed_tokens, has_usable_mask, wait_after_pass
-from planish.engine.sampling.plan import SampleRows, StepOutput
+from planish.engine.sampling.plan import PendingTokens, SampleRows, StepOutput
 from planish.engine.sampling.requests import RunningSample
 from planish.engine.sampling.sampling_head import SamplingHead
 from planish.engine.sampling.token_sampling import sample_tokens, top_logprobs
 from planish.model.decoder.base_decoder import BaseDecoder
 from planish.model.decoder.head import token_logprobs
-from planish.model.device import on_device
+from planish.model.device import HostCopies, on_device
 from planish.model.layers.lora import AdapterRange
 
 _NO_TOKENS = np.zeros(0, np.int64)
@@ -48,19 +49,37 @@ class _TokenToSample:
 
 
 @dataclass(frozen=True, eq=False)
-class _SampledTokens:
-    """The tokens of a step, with their logprobs, in the order of `_TokenToSample`s."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    top_tokens: np.ndarray
-    """The likeliest tokens at each token, the likeliest first: int32 [tokens, k], where k is 0 if no
-    request wants them.
+class _TokenValues:
+    """The sampled tokens of a step on the device, with their logprobs, in the order of
+    `_TokenToSample`s. Their copies in host memory arrive asynchronously.
     """
-    top_logprobs: np.ndarray
-    """Their logprobs: float32 [tokens, k]."""
-    listed_logprobs: list[list[float]]
-    """The logprobs of the tokens that each request names (`Sample.logprob_token_ids`)."""
+
+    tokens: Tensor
+    """int64 [tokens]."""
+    copies: HostCopies
+    """"tokens" and "logprobs" (float32 [tokens]). If requests name tokens
+    (`Sample.logprob_token_ids`): "listed_logprobs", those of these tokens, float32, one request
+    after another. If a request wants the k likeliest tokens at each token, the likeliest first:
+    "top_tokens" (int64 [tokens, k]) and "top_logprobs" (float32 [tokens, k]).
+    """
+
+
+@dataclass(frozen=True, eq=False)
+class SelectedTokens:
+    """The tokens of a step, which the device may still be computing."""
+
+    items: Sequence[_TokenToSample]
+    exhausted_samples: Sequence[RunningSample]
+    """The constrained samples whose text is complete and cannot be continued."""
+    values: _TokenValues | None
+    """None if there are no items."""
+
+    def as_pending(self) -> PendingTokens:
+        """Return the tokens on the device for the plan of the next step."""
+        assert self.values is not None
+        return PendingTokens(
+            self.values.tokens, {item.sample: index for index, item in enumerate(self.items)}
+        )
 
 
 class Selection:
@@ -74,18 +93,26 @@ class Selection:
         self._vocab_size = decoder.config.vocab_size
         self._head, self._grammars = head, grammars
 
-    def apply(self, rows: SampleRows, output: StepOutput) -> list[RunningSample]:
-        """Select the next tokens, append them to their samples, and return the samples that ended.
+    def select(self, rows: SampleRows, output: StepOutput) -> SelectedTokens:
+        """Select the next tokens of the samples.
 
-        A logprob that is not finite fails its request.
+        A GPU may still compute them when this method returns. It waits for adjusted tokens only.
         """
         wait_after_pass(rows.masks)
-        tokens, exhausted_samples = self._tokens_to_sample(rows)
+        items, exhausted_samples = self._tokens_to_sample(rows)
+        values = self._sample(items, output, rows.adapters) if items else None
+        return SelectedTokens(items, exhausted_samples, values)
+
+    def append(self, selected: SelectedTokens) -> list[RunningSample]:
+        """Wait for the tokens, append them to their samples, and return the samples that ended.
+
+        A logprob that is not finite fails its request. Tokens of samples that had ended before, and
+        of requests that are answered, are dropped.
+        """
         ended_samples: list[RunningSample] = []
-        if tokens:
-            sampled = self._sample(tokens, output, rows.adapters)
-            ended_samples = self._append(tokens, sampled)
-        for sample in exhausted_samples:
+        if selected.values is not None:
+            ended_samples = self._append(selected.items, selected.values.copies.wait())
+        for sample in selected.exhausted_samples:
             if sample.stop_reason is None:
                 sample.stop_reason = "stop"
                 ended_samples.append(sample)
@@ -103,10 +130,11 @@ class Selection:
         tokens: list[_TokenToSample] = []
         exhausted_samples: list[RunningSample] = []
         for sample, row in zip(rows.samples, rows.first_rows, strict=True):
-            index = len(sample.tokens)
+            index = sample.num_tokens
             if not sample.request.is_adjusted:
                 tokens.append(_TokenToSample(sample, row, index))
                 continue
+            assert not sample.num_pending_tokens  # Its mask or its penalties depend on all tokens.
             if sample.grammar is not None and not has_usable_mask(sample, sample.grammar):
                 continue
             # Each row of the sample gives the logprob of one token. If the mask was computed during
@@ -135,7 +163,7 @@ class Selection:
         tokens: Sequence[_TokenToSample],
         output: StepOutput,
         adapters: Sequence[AdapterRange],
-    ) -> _SampledTokens:
+    ) -> _TokenValues:
         """Sample the tokens and compute their logprobs."""
         logits = output.logits
         assert logits is not None
@@ -155,41 +183,50 @@ class Selection:
         temperature = on_device(
             [p.temperature or 1.0 for p in params], torch.float32, logits.device
         )
-        logprobs = token_logprobs(sampled_logits / temperature, sampled.log_normalizer).tolist()
-        listed_logprobs = self._head.listed_logprobs(
-            output.hidden,
-            logits,
-            rows,
-            [token.sample.request.op.logprob_token_ids for token in tokens],
-            sampled.log_normalizer,
-            temperature,
-            adapters,
-        )
-        top_tokens = np.zeros((len(tokens), 0), np.int32)
-        top_values = np.zeros((len(tokens), 0), np.float32)
+        logprobs = token_logprobs(sampled_logits / temperature, sampled.log_normalizer)
+        values = {"tokens": sampled.tokens, "logprobs": logprobs}
+        listed_ids = [token.sample.request.op.logprob_token_ids for token in tokens]
+        if any(listed_ids):
+            values["listed_logprobs"] = self._head.listed_logprobs(
+                output.hidden,
+                logits,
+                rows,
+                listed_ids,
+                sampled.log_normalizer,
+                temperature,
+                adapters,
+            )
         max_topk = max(token.sample.request.op.topk_sample_logprobs for token in tokens)
         if max_topk:
             if rows != list(range(logits.shape[0])):
                 logits = logits[on_device(rows, torch.int64, logits.device)]
-            ids, values = top_logprobs(logits, sampled.log_normalizer, temperature, max_topk)
-            top_tokens, top_values = ids.cpu().numpy().astype(np.int32), values.cpu().numpy()
-        return _SampledTokens(
-            sampled.tokens.tolist(), logprobs, top_tokens, top_values, listed_logprobs
-        )
+            values["top_tokens"], values["top_logprobs"] = top_logprobs(
+                logits, sampled.log_normalizer, temperature, max_topk
+            )
+        return _TokenValues(sampled.tokens, HostCopies(values, self._backend.device))
 
     def _append(
-        self, tokens: Sequence[_TokenToSample], sampled: _SampledTokens
+        self, tokens: Sequence[_TokenToSample], values: Mapping[str, Tensor]
     ) -> list[RunningSample]:
-        """Append the tokens to their samples. Return the samples that stop."""
+        """Append the tokens to their samples. Return the samples that stop.
+
+        `values`: see `_TokenValues.copies`.
+        """
+        arrays = {name: values[name].numpy() for name in values}
         stopped_samples: list[RunningSample] = []
         grammar_tokens: list[tuple[GrammarState, int]] = []
+        num_listed = 0
         for i, (token, token_id, logprob) in enumerate(
-            zip(tokens, sampled.tokens, sampled.logprobs, strict=True)
+            zip(tokens, arrays["tokens"].tolist(), arrays["logprobs"].tolist(), strict=True)
         ):
             sample = token.sample
             request = sample.request
-            if sample.stop_reason is not None:
-                continue  # The sample stopped at one of its forced tokens.
+            listed_ids, first_listed = request.op.logprob_token_ids, num_listed
+            num_listed += len(listed_ids)
+            if sample.stop_reason is not None or request.is_answered:
+                # The sample stopped at a forced token before this one, or the step before this one
+                # stopped it, or its request has failed or was cancelled.
+                continue
             if not math.isfinite(logprob):
                 # Only this request fails: the rows of a batch are independent, so the NaN or inf
                 # cannot have reached the other rows.
@@ -200,12 +237,13 @@ class Selection:
             k = request.op.topk_sample_logprobs
             # Arrays are invisible to the garbage collector, lists are not. A step with many samples
             # would otherwise make thousands of lists for it to examine.
-            if request.op.logprob_token_ids:
-                sample.top_tokens.append(np.array(request.op.logprob_token_ids, np.int32))
-                sample.top_logprobs.append(np.array(sampled.listed_logprobs[i], np.float32))
+            if listed_ids:
+                sample.top_tokens.append(np.array(listed_ids, np.int32))
+                listed_logprobs = arrays["listed_logprobs"][first_listed:num_listed]
+                sample.top_logprobs.append(listed_logprobs.copy())
             elif k:
-                sample.top_tokens.append(sampled.top_tokens[i, :k].copy())
-                sample.top_logprobs.append(sampled.top_logprobs[i, :k].copy())
+                sample.top_tokens.append(arrays["top_tokens"][i, :k].astype(np.int32))
+                sample.top_logprobs.append(arrays["top_logprobs"][i, :k].copy())
             try:
                 text_end = sample.stop_matcher.text_end(sample.tokens)
             except Exception as error:

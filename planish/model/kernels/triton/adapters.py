@@ -64,6 +64,8 @@ class AdapterTables:
             max_rows, self._kernels.MAX_FUSED_LINEARS * max_rank, device
         )
         self._slots: dict[LoraWeights, int] = {}
+        self._ranges: list[tuple[int, int, LoraWeights]] = []
+        """The adapters in the tables, with their first row and the row after their last one."""
 
     def fill(self, adapters: Sequence[AdapterRange]) -> None:
         """Set the adapters of the next batch. Rows outside of `adapters` use none.
@@ -72,21 +74,24 @@ class AdapterTables:
         adapters.
         """
         used = [
-            (rows, rows.weights)
+            (rows.start, rows.stop, rows.weights)
             for rows in adapters
             if rows.weights is not None and rows.stop > rows.start
         ]
+        if used == self._ranges:
+            return
         if self._copied is not None:
             # The previous asynchronous copy may still read the host tables.
             self._copied.synchronize()
-        self._place([weights for _, weights in used])
+        self._place([weights for *_, weights in used])
         spans = [
-            (rows.start, rows.stop, self._slots[weights], weights.layout.lora_config.rank)
-            for rows, weights in used
+            (start, stop, self._slots[weights], weights.layout.lora_config.rank)
+            for start, stop, weights in used
         ]
         self._write_tiles(np.array(spans, np.int32).reshape(-1, 4))
         if self._copied is not None:
             self._copied.record()
+        self._ranges = used
 
     def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, module: str) -> None:
         """Add the LoRA outputs of one target module for x [T, in] to `out` [T, sum(sizes)].
