@@ -276,11 +276,21 @@ class RequestContext:
                 budget.release(self.tenant, reserved_bytes)
 
     @asynccontextmanager
-    async def read_body(self, limit: int, read: Callable[[Fields], T]) -> AsyncGenerator[T]:
-        """Yield what `read` makes of the body, a JSON object."""
+    async def decoded_body(self, limit: int, decode: Callable[[bytes], T]) -> AsyncGenerator[T]:
+        """Yield what `decode` makes of the body."""
         async with self.body(limit) as body:
+            yield await self.compute(len(body), lambda: decode(body))
+
+    @asynccontextmanager
+    async def read_body(self, limit: int, read: Callable[[Fields], T]) -> AsyncGenerator[T]:
+        """Yield what `read` makes of the body, a JSON object. `request.state.body` is the body."""
+
+        def decode(body: bytes) -> T:
             self.request.state.body = body
-            yield await self.compute(len(body), lambda: read(Fields.of(body)))
+            return read(Fields.of(body))
+
+        async with self.decoded_body(limit, decode) as value:
+            yield value
 
     @asynccontextmanager
     async def fields(self, limit: int = MAX_SMALL_BODY) -> AsyncGenerator[Fields]:

@@ -85,10 +85,9 @@ async def sampler(context: RequestContext) -> Json:
 
 async def asample(context: RequestContext) -> Json:
     """Accept a sample request."""
-    async with context.body(MAX_SAMPLE_BODY) as body:
-        request = await context.compute(
-            len(body), lambda: sample_request_from_json(Fields.of(body))
-        )
+    async with context.decoded_body(
+        MAX_SAMPLE_BODY, lambda body: sample_request_from_json(Fields.of(body))
+    ) as request:
         return accepted_to_json(
             await context.open_server.sampling.submit(
                 context.tenant, request.seq_id, request.operation

@@ -59,39 +59,47 @@ class _ParsedRequest:
     decode: Callable[[], Operation[Any]]
 
 
-async def submit(context: RequestContext, body: bytes, parse: Callable[[], _ParsedRequest]) -> Json:
-    """Decode an operation and submit it.
+@dataclass(frozen=True)
+class _DecodedRequest:
+    """A decoded body."""
 
-    `parse` returns the parsed body, and `_ParsedRequest.decode` makes the operation from it. The
-    parsed body takes many times the memory of the body or of the operation. So `read` calls both
-    functions, and the memory of the parsed body is free when `read` returns.
-    """
+    head: RequestHead
+    kind: str
+    operation: Operation[Any] | ValueError
+    """The operation, or why the body has no valid one."""
 
-    def read() -> tuple[RequestHead, str, Operation[Any] | ValueError]:
-        parsed = parse()
+    @classmethod
+    def of(cls, parsed: _ParsedRequest) -> _DecodedRequest:
+        """Decode a parsed body, which takes many times the memory of the body or the operation."""
         try:
-            return parsed.head, parsed.kind, parsed.decode()
+            return cls(parsed.head, parsed.kind, parsed.decode())
         except ValueError as error:
-            return parsed.head, parsed.kind, error.with_traceback(None)
+            return cls(parsed.head, parsed.kind, error.with_traceback(None))
 
-    head, kind, found = await context.compute(len(body), read)
-    models = context.state.server.models
-    if isinstance(found, ValueError):
-        await models.reject(context.tenant, head.model_id, head.seq_id, found, kind)
-        raise found
-    return accepted_to_json(await models.submit(context.tenant, head.model_id, head.seq_id, found))
+    async def submit(self, context: RequestContext) -> Json:
+        """Submit the operation. If there is none, use up the sequence number and raise its error."""
+        models, head = context.state.server.models, self.head
+        if isinstance(self.operation, ValueError):
+            await models.reject(
+                context.tenant, head.model_id, head.seq_id, self.operation, self.kind
+            )
+            raise self.operation
+        return accepted_to_json(
+            await models.submit(context.tenant, head.model_id, head.seq_id, self.operation)
+        )
 
 
 def submit_handler(kind: str, decode: Callable[[Fields], Operation[Any]]) -> Handler:
     """Return the handler of a route with a JSON body. `decode` returns the body's operation."""
 
-    def parse(body: bytes) -> _ParsedRequest:
+    def decoded(body: bytes) -> _DecodedRequest:
         fields = Fields.of(body)
-        return _ParsedRequest(head_from_json(fields), kind, lambda: decode(fields))
+        parsed = _ParsedRequest(head_from_json(fields), kind, lambda: decode(fields))
+        return _DecodedRequest.of(parsed)
 
     async def handler(context: RequestContext) -> Json:
-        async with context.body(MAX_TRAINING_BODY) as body:
-            return await submit(context, body, lambda: parse(body))
+        async with context.decoded_body(MAX_TRAINING_BODY, decoded) as request:
+            return await request.submit(context)
 
     return handler
 
@@ -100,17 +108,19 @@ async def forward_backward(context: RequestContext) -> Answer:
     """Accept a forward_backward or a forward, as protobuf or JSON."""
     if not context.is_protobuf:
         return await _json_forward_backward(context)
-    async with context.body(MAX_TRAINING_BODY) as body:
-        return await submit(context, body, lambda: _parse_message(body))
+    async with context.decoded_body(MAX_TRAINING_BODY, _decoded_message) as request:
+        return await request.submit(context)
 
 
-def _parse_message(body: bytes) -> _ParsedRequest:
+def _decoded_message(body: bytes) -> _DecodedRequest:
     head = parse_forward_backward_head(body)
     kind = "forward" if head.forward_only else "forward_backward"
-    return _ParsedRequest(
-        head_from_message(head),
-        kind,
-        lambda: forward_backward_from_body(parse_forward_backward(body)),
+    return _DecodedRequest.of(
+        _ParsedRequest(
+            head_from_message(head),
+            kind,
+            lambda: forward_backward_from_body(parse_forward_backward(body)),
+        )
     )
 
 
@@ -135,7 +145,7 @@ async def load_weights(context: RequestContext) -> Json:
         if fields.has("model_id"):
             head = head_from_json(fields)
             parsed = _ParsedRequest(head, "load_weights", lambda: load_weights_from_json(fields))
-            return await submit(context, b"", lambda: parsed)
+            return await _DecodedRequest.of(parsed).submit(context)
         operation = load_weights_from_json(fields)
     assert isinstance(operation, CreateModel)
     return accepted_to_json(await context.server.models.create(context.tenant, operation))
