@@ -37,6 +37,7 @@ from transformers import (
     SmolLM3Config,
 )
 
+from planish.testing_recurrent import RECURRENT_OPTIONS
 from planish.tokenizer import save_tokenizer
 
 WINDOW = 24
@@ -357,19 +358,8 @@ TINY_OPTIONS: dict[str, dict[str, Any]] = {
         "laurel_rank": 8,
     },
     "gptj": {"rotary_dim": 8},
-    "lfm2_moe": {
-        "num_hidden_layers": 3,
-        "layer_types": ["conv", "full_attention", "conv"],
-        "num_dense_layers": 1,
-    },
-    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
-    "lfm3": {
-        "num_hidden_layers": 4,
-        "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
-    },
-    "qwen3_5_moe_text": {"full_attention_interval": 2},
-    "qwen3_5_text": {"full_attention_interval": 2},
     "zaya": {"num_experts_per_tok": 1},
+    **RECURRENT_OPTIONS,
 }
 """The options of `tiny_transformers_model` for single kinds of models. None: not that of TINY_SIZES.
 """
@@ -432,18 +422,22 @@ def _hub_tensors(
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Fill every parameter with seeded normal noise: around 1 for norm scales, around 0 for all
-    others.
+    """Fill every parameter with seeded normal noise: around 1 for norm scales, around -3 for the
+    biases of time steps, so that states decay slowly, and around 0 for all others.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * WEIGHT_STD
-            is_scale = name.endswith(("norm.weight", "layernorm.weight"))
+            is_scale = name.endswith(("norm.weight", "layernorm.weight", "norm_f.weight"))
             # Gemma 3 and Qwen3.5 add 1 to the stored weights of norms, except in gated delta nets.
             adds_one = type(model).__name__.startswith(("Gemma3F", "Qwen3_5"))
             is_scale = is_scale and (not adds_one or "linear_attn" in name)
-            parameter.copy_(noise + 1.0 if is_scale else noise)
+            if is_scale:
+                noise += 1.0
+            elif name.endswith(("mixer.dt_bias", "mamba.dt_bias")):
+                noise -= 3.0
+            parameter.copy_(noise)
 
 
 def save_weights(

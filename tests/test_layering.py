@@ -28,6 +28,7 @@ LAYERS = (
         "detokenizer",
         "testing",
         "testing_quantized",
+        "testing_recurrent",
         "testing_vision",
     ),
     ("processes", "logtree", "sandbox"),

@@ -15,6 +15,7 @@ from planish.export.importing import import_adapter
 from planish.testing import tiny_transformers_model
 from planish.testing_vision import tiny_vision_model
 
+MAMBA = ["nemotron_h", "falcon_h1", "bamba", "granitemoehybrid"]
 pytestmark = [
     pytest.mark.slow,
     # PEFT says so when it saves the base model's head or embedding beside their adapters.
@@ -24,7 +25,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("family", ["glm4", "mixtral", "gpt2", "deepseek_v3", "lfm2", "gemma4"])
+@pytest.mark.parametrize(
+    "family", ["glm4", "mixtral", "gpt2", "deepseek_v3", "lfm2", "gemma4", *MAMBA]
+)
 def test_an_exported_adapter_gives_peft_the_same_logprobs_and_is_imported(tmp_path, family):
     base = tiny_transformers_model(tmp_path / "base", family, tie_word_embeddings=False)
     made = train_adapter(tmp_path / "data", base, True, True, True, "sampler_weights")
@@ -60,7 +63,7 @@ def test_an_adapter_of_a_model_with_images_is_exported_and_imported(tmp_path, fa
     np.testing.assert_allclose(imported, made.logprobs, atol=FLOAT32)
 
 
-@pytest.mark.parametrize("family", ["glm4", "lfm2", "gemma4"])
+@pytest.mark.parametrize("family", ["glm4", "lfm2", "gemma4", "bamba", "falcon_h1"])
 def test_a_merged_model_has_the_adapters_logprobs(tmp_path, family):
     base = tiny_transformers_model(tmp_path / "base", family, tie_word_embeddings=False)
     made = train_adapter(tmp_path / "data", base, True, True, True, "sampler_weights")

@@ -16,7 +16,8 @@ from dataclasses import replace
 import torch
 
 from planish.engine.kernel_check.check import ModelCheck, Sizes
-from planish.model.architecture.config import ModelConfig
+from planish.engine.kernel_check.mamba2_check import Mamba2Check
+from planish.model.architecture.config import Mamba2Config, ModelConfig
 from planish.model.architecture.hf_config.decoder_fields import DeltaNetConfig
 from planish.model.architecture.hf_config.rope_config import RopeConfig
 from planish.model.kernels.choose import cpp_backend
@@ -107,6 +108,13 @@ _DELTA_NET = _model(
         conv_width=4,
     ),
 )
+_MAMBA2 = _model(
+    qk_norm=False,
+    qkv_bias=False,
+    mamba2=Mamba2Config(
+        layers=(0,), num_heads=4, head_dim=80, num_groups=2, state_size=20, conv_width=4
+    ),
+)
 _DECODED = (replace(_QWEN, num_layers=2), replace(_GEMMA, num_layers=2, windows=(9, None)))
 _FLOAT, _HALF, _BOTH = (torch.float32,), (torch.bfloat16,), (torch.float32, torch.bfloat16)
 _MODELS = {
@@ -123,7 +131,7 @@ _MODELS = {
     "log_sum_exp": ((_QWEN, _BOTH), (_ODD, _FLOAT)),
     "sampling": ((_QWEN, _HALF), (_ODD, _FLOAT)),
     "decode": tuple((config, _BOTH) for config in _DECODED),
-    "delta_net": ((_DELTA_NET, _FLOAT),),
+    "delta_net": ((_DELTA_NET, _FLOAT), (_MAMBA2, _FLOAT)),
 }
 """The models and dtypes that test each family.
 
@@ -190,6 +198,9 @@ def _supports_bf16(family: str) -> bool:
 
 def _check_model(family: str, config: ModelConfig, dtype: torch.dtype) -> None:
     backend = cpp_backend(config, dtype, torch.device("cpu"))
+    if config.mamba2 is not None:  # The decoder of `ModelCheck` has no such layers.
+        Mamba2Check(backend, family).run()
+        return
     check = ModelCheck(backend, family, _SIZES, is_batch_invariant=True)
     if family == "decode":
         check.decode_pass()

@@ -127,6 +127,7 @@ def checked_config(config: ModelConfig) -> ModelConfig:
         mxfp4_experts=False,
         delta_net=None,
         short_conv=None,
+        mamba2=None,
         score_cap=None,
         logit_cap=None,
         hf=None,

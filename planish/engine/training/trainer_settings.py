@@ -105,20 +105,25 @@ class TrainerSettings:
         return min(range(1, config.num_layers + 1), key=stored_bytes)
 
     def _layer_bytes(self, backend: Backend, rank: int) -> int:
-        """Return the bytes per token that a layer stores for its backward pass."""
-        config = backend.config
-        layer_bytes = self._attention_bytes(backend) + max(
-            self._mlp_bytes(backend, rank, layer) for layer in range(config.num_layers)
+        """Return the most bytes per token that a layer stores for its backward pass."""
+        return max(
+            self._bytes_of_layer(backend, rank, layer) for layer in range(backend.config.num_layers)
         )
+
+    def _bytes_of_layer(self, backend: Backend, rank: int, layer: int) -> int:
+        config = backend.config
+        layer_bytes = self._attention_bytes(backend)
+        if config.hf is None or any(linear.is_mlp for linear in config.hf.layers[layer]):
+            layer_bytes += self._mlp_bytes(backend, rank, layer)
         if config.hf is not None:
             # Modelling code stores float32 copies in norms, the parts of RoPE, and the outputs of
             # experts before they are weighted. The factors were measured.
             layer_bytes = layer_bytes * (5 if config.num_experts else 3) // 2
-        if config.delta_net is not None:
-            # Estimate a gated delta-net layer as a layer with attention plus the tensors that only
-            # a gated delta net stores.
-            layer_bytes += activation_bytes_per_row(config.delta_net, backend.dtype)
-        return layer_bytes
+        if config.mamba2 is not None and layer not in config.mamba2.layers:
+            return layer_bytes
+        # A recurrent layer is estimated as a layer with attention plus the tensors that only the
+        # recurrence stores.
+        return layer_bytes + activation_bytes_per_row(config, backend.dtype)
 
     def _attention_bytes(self, backend: Backend) -> int:
         """Return the bytes per token that a layer stores for its norms and its attention."""

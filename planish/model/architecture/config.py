@@ -28,14 +28,19 @@ from planish.model.architecture.hf_config.fp8_config import Fp8Config
 from planish.model.architecture.hf_config.json_fields import positive_int, read_json
 from planish.model.architecture.hf_config.rope_config import RopeConfig
 from planish.model.architecture.inspection.inspect_model import inspect_model
-from planish.model.architecture.inspection.modules import MAX_LAYERS, HFModules, ShortConvConfig
+from planish.model.architecture.inspection.modules import (
+    MAX_LAYERS,
+    HFModules,
+    Mamba2Config,
+    ShortConvConfig,
+)
 from planish.model.architecture.inspection.vision_config import VisionConfig, read_vision_config
 
 MAX_CONTEXT = 1 << 22
 """The maximum of max_position_embeddings, in tokens."""
 MAX_EXPERTS = 1 << 18
 """The maximum number of experts in all layers together."""
-RecurrenceConfig = DeltaNetConfig | ShortConvConfig
+RecurrenceConfig = DeltaNetConfig | ShortConvConfig | Mamba2Config
 """The sizes of the layers with a recurrent state."""
 
 
@@ -151,6 +156,8 @@ class ModelConfig:
     """The gated delta-net layers (Qwen3.5). None: there are none."""
     short_conv: ShortConvConfig | None = None
     """The layers with a short convolution in the place of attention (LFM2). None: there are none."""
+    mamba2: Mamba2Config | None = None
+    """The layers with a Mamba-2 state (Nemotron-H). None: there are none."""
     score_cap: float | None = None
     """The limit c of attention scores, which become c * tanh(score / c) (Gemma 2). None: no limit.
     """
@@ -170,12 +177,14 @@ class ModelConfig:
 
     @property
     def recurrence(self) -> RecurrenceConfig | None:
-        """The layers with a recurrent state in the place of attention. None: there are none."""
-        return self.delta_net if self.delta_net is not None else self.short_conv
+        """The layers with a recurrent state. None: there are none."""
+        return self.delta_net or self.short_conv or self.mamba2
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The indices of the layers with attention, ascending."""
+        if self.hf is not None:
+            return self.hf.attention_layers
         recurrent_layers = self.recurrence.layers if self.recurrence is not None else ()
         return tuple(layer for layer in range(self.num_layers) if layer not in recurrent_layers)
 
@@ -343,6 +352,7 @@ def _config_of_transformers(
         windows=model.windows,
         attention_sinks=any(call.has_sinks for call in model.attention),
         short_conv=model.short_conv,
+        mamba2=model.mamba2,
         score_cap=model.attention[0].softcap,
         logit_cap=model.logit_cap,
         vision=model.modules.vision,

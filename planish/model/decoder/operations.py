@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from planish.model.kernels.interface.backend import Backend
-from planish.model.kernels.reference.delta_net import sigmoid
+from planish.model.kernels.reference.conv_silu import sigmoid
 from planish.model.layers.linear import PackedLinear
 from planish.model.layers.lora import LoraMatrices
 

@@ -23,12 +23,15 @@ from planish.model.architecture.inspection.probing import (
     first_line,
     is_experts_module,
     is_linear,
+    is_mamba2,
     is_short_conv,
     quiet,
+    without_kernel_packages,
 )
 from planish.model.architecture.inspection.vision import auto_class
 from planish.model.hf.forward_pass import ATTENTION, HFForwardPass, attention, current_pass
 from planish.model.hf.frozen import freeze_experts, freeze_linear
+from planish.model.hf.mamba2 import FrozenMamba2
 from planish.model.hf.short_conv import FrozenShortConv
 from planish.model.hf.vision_tower import image_registry
 from planish.model.kernels.interface.backend import Backend
@@ -69,7 +72,7 @@ class TransformersDecoder:
         for index, layer in enumerate(layers.children()):
             _freeze_layer(layer, index, self._modules, backend, quantize)
             layer.forward = partial(_recomputable, layer.forward)  # type: ignore[method-assign]
-        _replace_short_convolutions(layers)
+        _replace_recurrent_modules(layers)
         model.config.pad_token_id = None  # Some models look for padding in each batch of tokens.
         self._model: nn.Module = model.get_submodule(self._modules.text_model_name)
         self.images: ImageRegistry | None = None
@@ -137,10 +140,15 @@ def load_model(directory: Path, modules: HFModules, dtype: torch.dtype) -> Any:
 
     weight_files(directory)
     transformers.AttentionInterface.register(ATTENTION, attention)
-    model_class = getattr(transformers, modules.architecture)
+    with without_kernel_packages():
+        model_class = getattr(transformers, modules.architecture)
     in_float32 = {*(model_class._keep_in_fp32_modules_strict or ()), *_ROUTER_BIASES}
     try:
-        with quiet(), patch.object(model_class, "_keep_in_fp32_modules_strict", in_float32):
+        with (
+            quiet(),
+            without_kernel_packages(),
+            patch.object(model_class, "_keep_in_fp32_modules_strict", in_float32),
+        ):
             parts = {"": ATTENTION, "text_config": ATTENTION, "vision_config": "sdpa"}
             loaded: Any = auto_class(modules.is_multimodal).from_pretrained(
                 directory,
@@ -190,11 +198,12 @@ def _freeze_layer(
                 setattr(parent, child_name, freeze_experts(child, backend, scheme, index, name))
 
 
-def _replace_short_convolutions(layers: nn.Module) -> None:
-    """Replace the short convolutions of all layers, whose linears are frozen."""
-    found = [name for name, module in layers.named_modules() if is_short_conv(module)]
-    for index, name in enumerate(found):
-        layers.set_submodule(name, FrozenShortConv(layers.get_submodule(name), index))
+def _replace_recurrent_modules(layers: nn.Module) -> None:
+    """Replace the short convolutions and Mamba-2 mixers of all layers, whose linears are frozen."""
+    for kind, replacement in ((is_short_conv, FrozenShortConv), (is_mamba2, FrozenMamba2)):
+        found = [name for name, module in layers.named_modules() if kind(module)]
+        for index, name in enumerate(found):
+            layers.set_submodule(name, replacement(layers.get_submodule(name), index))
 
 
 def _recomputable(forward: Any, *args: Any, **kwargs: Any) -> Any:

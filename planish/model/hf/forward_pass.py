@@ -21,7 +21,7 @@ from planish.model.kernels.interface.backend import Backend
 from planish.model.kernels.interface.parts import AdapterBatch, Attend
 from planish.model.layers.linear import PackedLinear
 from planish.model.layers.lora import LoraMatrices, LoraWeights
-from planish.model.layers.recurrence import Recurrence, ShortConvInputs
+from planish.model.layers.recurrence import Mamba2Inputs, Recurrence, ShortConvInputs
 
 ATTENTION = "planish"
 """The name of planish's attention among those of transformers."""
@@ -41,7 +41,7 @@ class HFForwardPass:
     `HFModules.kv_numbers`).
     """
     recurrence: Recurrence | None = None
-    """The short convolutions of the rows, for a model that has them."""
+    """The recurrence of the rows, for a model with recurrent states."""
     recompute: bool = False
     """Whether the backward pass recomputes the layers."""
 
@@ -70,8 +70,11 @@ class HFForwardPass:
         adapters.add_(x, out, linear.sizes, layer, name)
         return out
 
-    def convolve(self, index: int, inputs: ShortConvInputs) -> Tensor:
-        """Return the outputs [T, C] of a short convolution, the one with the number `index`."""
+    def recur(self, index: int, inputs: ShortConvInputs | Mamba2Inputs) -> Tensor:
+        """Return the outputs of a layer's recurrence (see `Recurrence`).
+
+        `index`: its number among the layers with a recurrent state.
+        """
         assert self.recurrence is not None
         return self.recurrence(index, inputs)
 

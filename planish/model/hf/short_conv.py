@@ -31,4 +31,4 @@ class FrozenShortConv(nn.Module):
         source: Any = self._source
         input_gate, output_gate, x = source.in_proj(hidden_states).chunk(3, -1)
         inputs = ShortConvInputs((input_gate * x)[0], self._weight, self._bias)
-        return source.out_proj(output_gate * current_pass().convolve(self._index, inputs))
+        return source.out_proj(output_gate * current_pass().recur(self._index, inputs))

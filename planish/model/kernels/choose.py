@@ -25,10 +25,10 @@ from planish.model.device import Device
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.attention import CppAttention
 from planish.model.kernels.cpp.decode_pass import CppDecodePasses
-from planish.model.kernels.cpp.delta_net import CppRecurrences, supports_delta_net
 from planish.model.kernels.cpp.head import CppHead, CppSampling
 from planish.model.kernels.cpp.lora import CppLora
 from planish.model.kernels.cpp.packing import CppPacker
+from planish.model.kernels.cpp.recurrences import CppRecurrences, supports_scan
 from planish.model.kernels.cpp.self_test import FAMILIES as CPP_FAMILIES
 from planish.model.kernels.interface.backend import Backend, KernelUse, Parts
 from planish.model.kernels.interface.norms import CompiledNorms, SeparateQkNormRope
@@ -160,8 +160,9 @@ def _cpp_parts(
         parts = replace(parts, log_sum_exp=ops)
     sampling = TorchSampling(parts.log_sum_exp, device)
     parts = replace(parts, sampling=CppSampling(sampling) if "sampling" in families else sampling)
-    if config.delta_net is not None and supports_delta_net(config.delta_net):
-        parts = replace(parts, recurrences=CppRecurrences(config.delta_net, device))
+    scanned = config.delta_net or config.mamba2
+    if scanned is not None and supports_scan(scanned):
+        parts = replace(parts, recurrences=CppRecurrences(scanned, device))
     if ops.supports_attention(config.head_dim) and config.score_cap is None:
         parts = replace(parts, attention=CppAttention(dtype, config.attention_windows))
         if parts.lora.packs_layer_adapters and "decode" in families:
@@ -171,12 +172,12 @@ def _cpp_parts(
 
 def _cpp_use(config: ModelConfig, parts: Parts, families: frozenset[str]) -> KernelUse:
     """Return which of the `families` that work on this CPU the parts use for this model."""
-    size = config.hidden_size
+    size, scanned = config.hidden_size, config.delta_net or config.mamba2
     supported = {
         "matmul": parts.matmuls.can_pack(size, size),
         "lora": parts.lora.packs_layer_adapters,
         "attention": parts.attention.attention_is_batch_invariant,
-        "delta_net": config.delta_net is None or supports_delta_net(config.delta_net),
+        "delta_net": scanned is None or supports_scan(scanned),
     }
     replaced = frozenset(
         family

@@ -1,18 +1,24 @@
 """Layers with a recurrent state in the place of keys and values: their states and their inputs.
 
-There are two kinds. A short convolution (LFM2) multiplies the last W inputs of each channel by W
+There are three kinds. A short convolution (LFM2) multiplies the last W inputs of each channel by W
 weights and adds them up. So the state of a sequence is the last W - 1 inputs. A gated delta net (Yang
 et al. 2024, Qwen3.5) has a short convolution too, and one matrix per head. At each position, the
 matrix decays and is corrected towards the position's value:
 
     S = decay * S;  S = S + k (beta * (v - S^T k))^T;  output = S^T q
 
-Sampler and trainer compute this recurrence position by position, in the same order of operations.
+A Mamba-2 layer (Dao and Gu 2024; Nemotron-H, Granite 4) has a short convolution and one matrix per
+head, which only decays:
+
+    S = exp(dt * A) * S + B (dt * x)^T;  output = S^T C + D * x
+
+Sampler and trainer compute these recurrences position by position, in the same order of operations.
 So the results are batch-invariant. They also have the same bits if the computation continues from a
 stored state.
 
 Shapes: T rows, C channels of the convolution, W its width, Hk key heads, Hv value heads, Dk and Dv
-the sizes of a key and a value head.
+the sizes of a key and a value head. Of a Mamba-2 layer: H heads of the size P, G groups of heads that
+share B and C, N the size of the state.
 """
 
 from __future__ import annotations
@@ -26,7 +32,6 @@ import torch
 from torch import Tensor
 
 from planish.model.architecture.config import ModelConfig, RecurrenceConfig
-from planish.model.architecture.hf_config.decoder_fields import DeltaNetConfig
 from planish.model.layers.linear import PackedLinear
 from planish.model.sequences.positions import STATE_CHUNK
 
@@ -57,6 +62,24 @@ class DeltaNetWeights:
     """The weight of the norm of each head's output: float32 [Dv]."""
 
 
+@dataclass(frozen=True)
+class Mamba2Weights:
+    """The frozen weights of one Mamba-2 layer, except its linears and its norm. All are float32."""
+
+    conv: Tensor
+    """[C, W]; the last column belongs to a row's own position."""
+    conv_bias: Tensor | None
+    """[C]."""
+    decay_rate: Tensor
+    """A, which is -exp(A_log): [H]."""
+    dt_bias: Tensor
+    """[H]."""
+    skip: Tensor
+    """D: [H]."""
+    dt_limits: tuple[float, float]
+    """The smallest and the largest dt."""
+
+
 class RecurrentState:
     """The state of one sequence after some position, in all layers with a recurrent state."""
 
@@ -68,7 +91,7 @@ class RecurrentState:
         )
         """[layers, W - 1, C]: the inputs of the convolution at the last W - 1 positions."""
         self.matrices = torch.zeros(num_layers, *config.matrix_shape, device=device)
-        """float32 [layers, Hv, Dk, Dv]; empty in a model of short convolutions."""
+        """float32 [layers, Hv, Dk, Dv] or [layers, H, N, P]; empty in a model of short convolutions."""
 
     def copy(self) -> RecurrentState:
         """Return a copy, which can be changed independently."""
@@ -98,8 +121,10 @@ def sampling_workspace_bytes(
     recurrence = config.recurrence
     if recurrence is None:
         return 0
-    num_heads, key_dim, _ = recurrence.matrix_shape
-    input_bytes = 4 * 6 * max_rows * (recurrence.channels + num_heads * key_dim)
+    num_heads, key_dim, value_dim = recurrence.matrix_shape
+    # A gated delta net has its keys once for each value head.
+    head_size = key_dim if config.delta_net is not None else value_dim
+    input_bytes = 4 * 6 * max_rows * (recurrence.channels + num_heads * head_size)
     return (
         4 * 3 * max_samples * prod(recurrence.matrix_shape)
         + input_bytes
@@ -107,12 +132,21 @@ def sampling_workspace_bytes(
     )
 
 
-def activation_bytes_per_row(delta_net: DeltaNetConfig, dtype: torch.dtype) -> int:
-    """Return the estimated bytes that a layer stores for the backward pass, per row.
+def activation_bytes_per_row(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the estimated bytes that a recurrent layer stores for the backward pass, per row.
 
     They are the inputs and outputs of the recurrence in float32, and the inputs of the convolution,
-    of the output gate and of the output projection in the model's `dtype`.
+    of the output gate and of the output projection in the model's `dtype`. The result is 0 for a
+    model without matrices in its states.
     """
+    delta_net, mamba2 = config.delta_net, config.mamba2
+    if mamba2 is not None:
+        inner_size = mamba2.num_heads * mamba2.head_dim
+        # The scan's inputs and outputs, and the gated norm.
+        float32_size = mamba2.channels + 6 * inner_size + 4 * mamba2.num_heads
+        return 4 * float32_size + dtype.itemsize * (mamba2.channels + 2 * inner_size)
+    if delta_net is None:
+        return 0
     key_size = delta_net.num_value_heads * delta_net.key_dim
     value_size = delta_net.num_value_heads * delta_net.value_dim
     float32_size = delta_net.channels + 2 * key_size + value_size
@@ -122,13 +156,11 @@ def activation_bytes_per_row(delta_net: DeltaNetConfig, dtype: torch.dtype) -> i
 def backward_bytes(config: ModelConfig, num_rows: int) -> int:
     """Return the estimated bytes of the states that the backward pass of one layer recomputes.
 
-    `num_rows`: the rows of the micro-batch. The result is 0 for a model without gated delta-net
-    layers.
+    `num_rows`: the rows of the micro-batch. The result is 0 for a model without matrices in its
+    states.
     """
-    delta_net = config.delta_net
-    if delta_net is None:
-        return 0
-    matrix_size = delta_net.num_value_heads * delta_net.key_dim * delta_net.value_dim
+    recurrence = config.recurrence
+    matrix_size = 0 if recurrence is None else prod(recurrence.matrix_shape)
     return 4 * (min(num_rows * matrix_size, MAX_BLOCK_ELEMENTS) + num_rows // BLOCK * matrix_size)
 
 
@@ -170,10 +202,22 @@ class ShortConvInputs:
     """float32 [C]."""
 
 
+@dataclass(frozen=True)
+class Mamba2Inputs:
+    """The inputs of the recurrence of one Mamba-2 layer, after the input projection."""
+
+    xbc: Tensor
+    """x, B and C: [T, C] in the model's dtype, before the convolution."""
+    dt: Tensor
+    """[T, H] in the model's dtype, before the softplus."""
+    weights: Mamba2Weights
+
+
 Recurrence = Callable[[int, Any], Tensor]
 """The recurrence of one forward pass: (number of the recurrent layer, inputs) -> outputs.
 
 The inputs of a gated delta net are `DeltaNetInputs`, and its outputs are float32 [T, Hv, Dv]. The
 inputs of a short convolution are `ShortConvInputs`, and its outputs are [T, C] in the model's dtype.
+The inputs of a Mamba-2 layer are `Mamba2Inputs`, and its outputs are float32 [T, H, P].
 The function knows which rows are consecutive positions, and where the states are stored.
 """

@@ -1,5 +1,5 @@
-"""The sampler with recurrent states (Qwen3.5, LFM2): the batch, cached prefixes, cancelled neighbours and
-late grammar masks change no bit of a sample.
+"""The sampler with recurrent states (Qwen3.5, LFM2, Nemotron-H): the batch, cached prefixes, cancelled
+neighbours and late grammar masks change no bit of a sample.
 """
 
 import threading
@@ -38,15 +38,24 @@ from planish.testing import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model, tiny_transform
 from planish.tokenizer import load_tokenizer
 from planish.types import Constraint, LoraConfig, ModelInput, SampleResponse, SamplingParams
 
+OF_TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "lfm2": {},
+    "falcon_h1": {},
+    # torch computes the router of its experts, and the last bits depend on the batch.
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention"]},
+}
+"""The models whose layers transformers' code computes, with their options."""
+
 
 @pytest.fixture(
     scope="module",
-    params=slow_after(1, ["qwen3_5", "lfm2", "qwen3_5_moe"]),
+    params=slow_after(1, ["qwen3_5", "lfm2", "qwen3_5_moe", "nemotron_h", "falcon_h1"]),
 )
 def model_dir(tmp_path_factory, request):
     path = tmp_path_factory.mktemp("model")
-    if request.param == "lfm2":
-        return tiny_transformers_model(path, request.param, max_position_embeddings=2048)
+    if request.param in OF_TRANSFORMERS:
+        options = OF_TRANSFORMERS[request.param]
+        return tiny_transformers_model(path, request.param, max_position_embeddings=2048, **options)
     return tiny_model(path, request.param, vocab_size=VOCAB_SIZE)
 
 

@@ -43,6 +43,10 @@ FAMILIES = [
     "lfm3",
     "gemma4",
     "gemma3n_text",
+    "nemotron_h",
+    "falcon_h1",
+    "bamba",
+    "granitemoehybrid",
 ]
 
 
@@ -174,7 +178,7 @@ def test_samples_of_two_adapters_in_one_batch_equal_those_of_each_alone(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["olmo2", "mixtral", "lfm2", "gemma4"])
+@pytest.mark.parametrize("family", ["olmo2", "mixtral", "lfm2", "gemma4", "nemotron_h"])
 def test_recomputing_layers_gives_the_same_gradient(tmp_path, family):
     tiny_transformers_model(tmp_path, family)
     decoder = load(tmp_path)
@@ -187,9 +191,17 @@ def test_recomputing_layers_gives_the_same_gradient(tmp_path, family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma2", "mixtral", "lfm2"])
-def test_the_estimate_of_stored_activations_covers_those_of_modelling_code(tmp_path, family):
-    tiny_transformers_model(tmp_path, family, hidden_size=256, intermediate_size=512)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        *((family, {}) for family in ("gemma2", "mixtral", "lfm2")),
+        ("granitemoehybrid", {"mamba_n_heads": 32, "mamba_d_state": 4}),
+    ],
+)
+def test_the_estimate_of_stored_activations_covers_those_of_modelling_code(
+    tmp_path, family, options
+):
+    tiny_transformers_model(tmp_path, family, hidden_size=256, intermediate_size=512, **options)
     decoder = load(tmp_path)
     layout = LoraLayout(decoder.config, LoraConfig(rank=8))
     weights = LoraWeights(layout, layout.init(0), decoder.backend, requires_grad=True)
@@ -235,6 +247,8 @@ def test_a_model_of_transformers_takes_quantized_weights(tmp_path):
     ("family", "options", "reason"),
     [
         ("mamba", {}, "layers of the types linear_attention"),
+        ("mamba2", {}, "no layer with attention"),
+        ("zamba2", {}, "layers share weights"),
         ("gptj", {"rotary_dim": 8}, "AttentionInterface"),
         ("bert", {}, "not causal"),
     ],

@@ -17,10 +17,10 @@ from variants import slow_after
 from planish.errors import UnsupportedError
 from planish.model.architecture.config import ModelConfig
 from planish.model.architecture.hf_config.decoder_fields import DeltaNetConfig
-from planish.model.kernels.cpp.delta_net import (
+from planish.model.kernels.cpp.recurrences import (
     CppSequenceRecurrence,
     CppTreeRecurrence,
-    supports_delta_net,
+    supports_scan,
 )
 from planish.model.kernels.reference.delta_net import SequenceRecurrence, TreeRecurrence
 from planish.model.layers.linear import PackedLinear
@@ -45,7 +45,7 @@ def kernels(request) -> Kernels:
     """The recurrences of trainer and sampler, in torch and with planish's CPU kernels."""
     if request.param == "torch":
         return TreeRecurrence, SequenceRecurrence
-    if not supports_delta_net(CONFIG):
+    if not supports_scan(CONFIG):
         pytest.skip("this machine has no C++ kernels")
     return CppTreeRecurrence, CppSequenceRecurrence
 
@@ -113,7 +113,7 @@ def test_a_forest_has_the_outputs_and_the_gradients_of_its_sequences(
 ):
     """With few entries in memory, the backward pass computes one head at a time."""
     if few_entries:
-        name = "planish.model.kernels.reference.delta_net.MAX_BLOCK_ELEMENTS"
+        name = "planish.model.kernels.reference.state_scan.MAX_BLOCK_ELEMENTS"
         monkeypatch.setattr(name, 1)
     _, micro_batch = forest()
     inputs = inputs_of(len(micro_batch))

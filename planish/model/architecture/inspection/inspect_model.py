@@ -21,6 +21,7 @@ from planish.model.architecture.inspection.modules import (
     MAX_LAYERS,
     HFLinear,
     HFModules,
+    Mamba2Config,
     ShortConvConfig,
     base_model_name,
     text_part_name,
@@ -32,11 +33,18 @@ from planish.model.architecture.inspection.probing import (
     first_line,
     is_experts_module,
     is_linear,
-    is_short_conv,
     is_transposed,
     linear_shape,
     quiet,
     record_attention,
+    without_kernel_packages,
+)
+from planish.model.architecture.inspection.recurrent_layers import (
+    NO_ATTENTION,
+    layer_of,
+    mamba2_config,
+    recurrent_modules,
+    short_conv_config,
 )
 from planish.model.architecture.inspection.vision import (
     auto_class,
@@ -56,10 +64,12 @@ _NO_ADAPTER_NAMES = ("gate", "router", "shared_expert_gate", "shared_gate")
 """The names of linears that choose or weight experts. They have no adapter, as in Tinker."""
 _NO_ADAPTER_PREFIXES = ("altup.", "laurel.", "per_layer_", "self_attn.compressor.")
 """The names of linears beside attention and MLP begin with these (Gemma 3n, Gemma 4)."""
-_RECURRENT_WORDS = ("delta", "linear", "mamba", "recurrent", "ssm")
-"""Parts of the names of layer types with a recurrent state."""
-_MIXER_WORDS = ("Mixer", "MambaLayer", "Delta", "Lightning", "Rglru")
-"""Parts of the names of modules with a recurrent state."""
+_NO_LORA_IN_PEFT = dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), ("out_proj",))
+"""The linears that PEFT gives no adapter in these models, because a fused kernel of Mamba-2 reads
+their weight itself.
+"""
+_LAYERS_WITHOUT_POSITIONS = ("mlp", "moe")
+"""The layer types of Nemotron-H that combine no positions."""
 _LAYER_COUNT_FIELDS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _CONTEXT_FIELDS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
 
@@ -73,6 +83,8 @@ class HFModel:
     """The attention of each layer with attention, ascending."""
     short_conv: ShortConvConfig | None
     """The layers with a short convolution in the place of attention; None if there are none."""
+    mamba2: Mamba2Config | None
+    """The layers with a Mamba-2 state; None if there are none."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -94,15 +106,10 @@ class HFModel:
     def windows(self) -> tuple[int | None, ...]:
         """The attention window of each layer; empty if no layer has one."""
         windows: list[int | None] = [None] * len(self.modules.layers)
-        for layer, call in zip(self._attention_layers, self.attention, strict=True):
+        for layer, call in zip(self.modules.attention_layers, self.attention, strict=True):
             if call.window is not None and call.window < self.max_context:
                 windows[layer] = call.window
         return tuple(windows) if any(windows) else ()
-
-    @property
-    def _attention_layers(self) -> list[int]:
-        others = () if self.short_conv is None else self.short_conv.layers
-        return [layer for layer in range(len(self.modules.layers)) if layer not in others]
 
 
 def inspect_model(directory: Path) -> HFModel:
@@ -203,27 +210,28 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
     with quiet():
         model = meta_model(config)
         layers_name = _layers_name(model, text_config.num_hidden_layers, is_multimodal)
-        _check_layer_types(text_config, model.get_submodule(layers_name))
-        convolutions = _short_convolutions(model.get_submodule(layers_name))
-        _check_mixing(model, layers_name, convolutions)
+        _check_tied_layers(model, layers_name)
+        recurrent = recurrent_modules(text_config, model.get_submodule(layers_name))
+        short_conv, mamba2 = short_conv_config(recurrent), mamba2_config(recurrent)
         max_context = _max_context(text_config)
         head_name = _head_name(model)
         head_shape = tuple(model.get_submodule(head_name).weight.shape)
         layer_linears = [
-            list(_linears(layer)) for layer in model.get_submodule(layers_name).children()
+            list(_linears(layer, config.model_type))
+            for layer in model.get_submodule(layers_name).children()
         ]
         weight_shapes = tuple((n, tuple(w.shape)) for n, w in model.named_parameters())
         base_name = base_model_name(layers_name)
         text_model = text_part_name(layers_name, is_multimodal)
         calls = record_attention(model, model.get_submodule(text_model), max_context)
-        _check_one_call_per_layer(calls, layers_name, len(layer_linears), convolutions)
+        mixer_names = list(_names_in_layers(calls, layers_name))
+        attention_layers = tuple(map(layer_of, mixer_names))
+        _check_one_call_per_layer(attention_layers, text_config, set(map(layer_of, recurrent)))
         _check_attention(calls)
         head_function = find_head_function(model, base_name, head_shape[1])
-    mixer_names = [call.module_name.removeprefix(f"{layers_name}.") for call in calls]
-    prefixes = {
-        int(layer): f"{name}."
-        for layer, _, name in (mixer.partition(".") for mixer in (*mixer_names, *convolutions))
-    }
+    prefixes: list[tuple[str, ...]] = [() for _ in layer_linears]
+    for name in (*mixer_names, *recurrent):
+        prefixes[layer_of(name)] += (f"{name.partition('.')[2]}.",)
     layers = tuple(
         tuple(_without_router(linears, prefixes[layer]))
         for layer, linears in enumerate(layer_linears)
@@ -238,6 +246,7 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
             layers=layers,
             attention_names=tuple(call.module_name for call in calls),
             kv_numbers=_kv_numbers(calls),
+            attention_layers=attention_layers,
             weight_shapes=weight_shapes,
             settings_digest=settings_digest,
             head_scale=head_function.scale,
@@ -245,7 +254,8 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
             is_multimodal=is_multimodal,
         ),
         attention=tuple(calls),
-        short_conv=_short_conv_config(convolutions),
+        short_conv=short_conv,
+        mamba2=mamba2,
         vocab_size=head_shape[0],
         hidden_size=head_shape[1],
         intermediate_size=max(
@@ -265,7 +275,7 @@ def meta_model(config: Any) -> Any:
     import torch
 
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), without_kernel_packages():
             model = auto_class(is_vision_type(config.model_type)).from_config(
                 config, attn_implementation="eager"
             )
@@ -274,55 +284,14 @@ def meta_model(config: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def _check_layer_types(config: Any, layers: Any) -> None:
-    """Raise UnsupportedError if the config names layers with a recurrent state."""
-    layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    others = {
-        str(kind): layer
-        for kind, layer in zip(layer_types or (), layers.children(), strict=False)
-        if any(word in str(kind) for word in _RECURRENT_WORDS)
-    }
-    if others:
-        names = [f"{kind} ({_mixer_class(layer)})" for kind, layer in sorted(others.items())]
-        raise UnsupportedError(
-            f"it has layers of the types {', '.join(names)}, and planish runs layers with a "
-            "recurrent state only in Qwen3.5 and LFM2"
-        )
-
-
-def _mixer_class(layer: Any) -> str:
-    """Return the class of the module that has the recurrent state of a layer."""
-    names = [type(module).__name__ for module in layer.modules()]
-    found = (name for name in names if any(word in name for word in _MIXER_WORDS))
-    return next(found, names[0])
-
-
-def _short_convolutions(layers: Any) -> dict[str, Any]:
-    """Return the short convolutions of a list of layers by their names, such as "0.conv"."""
-    return {name: module for name, module in layers.named_modules() if is_short_conv(module)}
-
-
-def _short_conv_config(convolutions: Mapping[str, Any]) -> ShortConvConfig | None:
-    """Return the sizes of a model's short convolutions, which are equal in all layers."""
-    if not convolutions:
-        return None
-    channels, _, width = next(iter(convolutions.values())).conv.weight.shape
-    layers = tuple(int(name.partition(".")[0]) for name in convolutions)
-    return ShortConvConfig(layers, channels, width)
-
-
-def _check_mixing(model: Any, layers_name: str, convolutions: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError if layers combine positions outside of attention and short
-    convolutions.
-    """
-    from torch import nn
-
-    known = {module.conv for module in convolutions.values()}
-    for name, module in model.get_submodule(layers_name).named_modules():
-        if isinstance(module, nn.Conv1d | nn.Conv2d) and module not in known:
+def _check_tied_layers(model: Any, layers_name: str) -> None:
+    """Raise UnsupportedError if layers share weights, as in Zamba2."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for name, source in tied.items():
+        if name.startswith(f"{layers_name}."):
             raise UnsupportedError(
-                f"{layers_name}.{name} is a convolution over positions, and planish runs layers "
-                "with a recurrent state only in Qwen3.5 and LFM2"
+                f"its layers share weights ({name} is {source}), and planish needs linears of each "
+                "layer's own"
             )
 
 
@@ -361,23 +330,39 @@ def _layers_name(model: Any, num_layers: int, is_multimodal: bool) -> str:
     raise UnsupportedError(f"it has no list of {num_layers} layers (num_hidden_layers)")
 
 
+def _names_in_layers(calls: Sequence[AttentionCall], layers_name: str) -> Iterator[str]:
+    """Yield the name of the module of each call within the list of layers."""
+    for call in calls:
+        name = call.module_name.removeprefix(f"{layers_name}.")
+        if name == call.module_name:
+            raise UnsupportedError(f"{name} calls attention outside of its layers")
+        yield name
+
+
 def _check_one_call_per_layer(
-    calls: list[AttentionCall], layers_name: str, num_layers: int, convolutions: Mapping[str, Any]
+    attention_layers: Sequence[int], config: Any, recurrent_layers: set[int]
 ) -> None:
-    if not calls and convolutions:
-        raise UnsupportedError("it has no layer with attention, and planish needs one")
-    if not calls:
+    """Raise UnsupportedError if a layer calls attention twice, or has neither attention nor a
+    recurrent state.
+    """
+    if not attention_layers and recurrent_layers:
+        raise UnsupportedError(NO_ATTENTION)
+    if not attention_layers:
         raise UnsupportedError(
             "its code does not call attention through transformers' AttentionInterface, so planish "
             "cannot replace it"
         )
-    called = [call.module_name.removeprefix(f"{layers_name}.").split(".")[0] for call in calls]
-    others = {name.partition(".")[0] for name in convolutions}
-    expected = [str(layer) for layer in range(num_layers) if str(layer) not in others]
-    if called != expected:
+    layer_types = getattr(config, "layer_types", None) or ()
+    without = {i for i, kind in enumerate(layer_types) if kind in _LAYERS_WITHOUT_POSITIONS}
+    expected = [
+        layer
+        for layer in range(config.num_hidden_layers)
+        if layer in attention_layers or layer not in recurrent_layers | without
+    ]
+    if list(attention_layers) != expected:
         raise UnsupportedError(
-            f"its {len(expected)} layers call attention {len(calls)} times, and planish needs one "
-            "call in each layer"
+            f"its {len(expected)} layers call attention {len(attention_layers)} times, and planish "
+            "needs one call in each layer"
         )
 
 
@@ -392,28 +377,31 @@ def _head_name(model: Any) -> str:
     return str(name)
 
 
-def _without_router(linears: Sequence[HFLinear], attention_prefix: str) -> Iterator[HFLinear]:
+def _without_router(
+    linears: Sequence[HFLinear], mixer_prefixes: tuple[str, ...]
+) -> Iterator[HFLinear]:
     """Yield the linears of a layer except its router, which has one output for each expert.
 
-    `attention_prefix`: the beginning of the names of the attention's linears.
+    `mixer_prefixes`: the beginnings of the names of linears that belong to attention or to a
+    recurrent state.
     """
     num_experts = max((linear.num_experts for linear in linears), default=0)
     for linear in linears:
-        is_mlp = not linear.name.startswith(attention_prefix)
+        is_mlp = not linear.name.startswith(mixer_prefixes)
         if not is_mlp or linear.num_experts or linear.fan_out != num_experts:
             yield replace(linear, is_mlp=is_mlp)
 
 
-def _has_adapter(name: str) -> bool:
+def _has_adapter(name: str, model_type: str) -> bool:
     """Return whether an adapter may train the linear of this name in a layer."""
-    is_other = name.startswith(_NO_ADAPTER_PREFIXES)
-    return not is_other and name.rpartition(".")[2] not in _NO_ADAPTER_NAMES
+    excluded = (*_NO_ADAPTER_NAMES, *_NO_LORA_IN_PEFT.get(model_type, ()))
+    return not name.startswith(_NO_ADAPTER_PREFIXES) and name.rpartition(".")[2] not in excluded
 
 
-def _linears(layer: Any) -> Iterator[HFLinear]:
+def _linears(layer: Any, model_type: str) -> Iterator[HFLinear]:
     """Yield the linears of a layer that adapters can train, and perhaps its router."""
     for name, module in layer.named_modules():
-        if is_linear(module) and _has_adapter(name):
+        if is_linear(module) and _has_adapter(name, model_type):
             fan_out, fan_in = linear_shape(module)
             yield HFLinear(name, fan_out, fan_in, True, is_transposed=is_transposed(module))
         elif is_experts_module(module):

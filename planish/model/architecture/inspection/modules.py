@@ -46,6 +46,34 @@ class ShortConvConfig:
 
 
 @dataclass(frozen=True)
+class Mamba2Config:
+    """The sizes of Mamba-2 layers (Dao and Gu 2024), which have a recurrent state."""
+
+    layers: tuple[int, ...]
+    """The indices of the decoder layers with such a state, ascending. In Falcon-H1, they have
+    attention too.
+    """
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    """Consecutive heads share their B and C: `num_heads` / `num_groups` of them."""
+    state_size: int
+    """The size of B and C."""
+    conv_width: int
+    """The kernel size of the convolution, in positions."""
+
+    @property
+    def channels(self) -> int:
+        """The channels of the convolution: x of all heads, B and C of all groups."""
+        return self.num_heads * self.head_dim + 2 * self.num_groups * self.state_size
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        """The shape of the matrices of one layer's state."""
+        return self.num_heads, self.state_size, self.head_dim
+
+
+@dataclass(frozen=True)
 class HFModules:
     """The modules of a model whose layers transformers' modelling code computes."""
 
@@ -59,6 +87,8 @@ class HFModules:
     """The linears of each decoder layer that adapters can train, in the order of the modules."""
     attention_names: tuple[str, ...]
     """The name of the module that calls the attention, for each layer with attention."""
+    attention_layers: tuple[int, ...]
+    """The indices of these layers, ascending."""
     kv_numbers: tuple[int, ...]
     """The number of the keys and values that each layer with attention reads. Layers that share
     keys and values have the same number (Gemma 3n, Gemma 4 E2B and E4B).

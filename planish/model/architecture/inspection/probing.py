@@ -7,6 +7,7 @@ not need them.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ from planish.errors import UnsupportedError
 from planish.model.architecture.inspection.masks import CausalMask, read_mask
 
 _PROBE_TOKENS = 3
+_MAMBA2_MIXERS = (
+    *("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer"),
+    *("NemotronHMamba2Mixer", "Zamba2MambaMixer"),
+)
 _IGNORED_ARGUMENTS = frozenset(
     (
         *("position_ids", "cache_position", "use_cache", "output_attentions", "past_key_values"),
@@ -122,9 +127,9 @@ def record_attention(model: Any, base: Any, max_context: int) -> list[AttentionC
     if "position_ids" not in inspect.signature(base.forward).parameters:
         raise UnsupportedError("its forward pass takes no position_ids")
 
-    class NoExperts(torch.nn.Module):
-        def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return torch.empty_like(hidden)
+    class Skipped(torch.nn.Module):
+        def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.empty_like(hidden_states)
 
     class RecordedMask(torch.Tensor):
         planish_mask: CausalMask | None = None
@@ -149,8 +154,8 @@ def record_attention(model: Any, base: Any, max_context: int) -> list[AttentionC
             # Some scalings depend on the values of positions, which a meta tensor lacks.
             module.rope_type = "default"
         for name, child in list(module.named_children()):
-            if is_experts_module(child):
-                setattr(module, name, NoExperts())
+            if is_experts_module(child) or is_mamba2(child):
+                setattr(module, name, Skipped())
     recorder = AttentionRecorder(model)
     AttentionInterface.register("planish_recorder", recorder)  # type: ignore[arg-type]
     AttentionMaskInterface.register("planish_recorder", recorded_mask)
@@ -211,6 +216,13 @@ def find_head_function(model: Any, base_name: str, hidden_size: int) -> HeadFunc
     class LastHiddenState(torch.nn.Module):
         def forward(self, *args: Any, **kwargs: Any) -> Output:
             return Output(last_hidden_state=hidden)  # type: ignore[arg-type]
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a number that the head reads from its base model, such as a multiplier."""
+            value = getattr(base, name, None)
+            return value if isinstance(value, int | float) else super().__getattr__(name)
+
+    base = getattr(model, base_name)
 
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 4, hidden_size, generator=generator)
@@ -281,6 +293,24 @@ def is_short_conv(module: Any) -> bool:
     It computes out_proj(c * conv(b * x)), and in_proj gives b, c and x.
     """
     return type(module).__name__ in ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
+
+
+def is_mamba2(module: Any) -> bool:
+    """Return whether a module is a Mamba-2 mixer, which `FrozenMamba2` replaces."""
+    return type(module).__name__ in _MAMBA2_MIXERS
+
+
+@contextmanager
+def without_kernel_packages() -> Iterator[None]:
+    """Keep modelling code from importing packages of GPU kernels, which planish replaces."""
+    names = [name for name in ("causal_conv1d", "mamba_ssm") if name not in sys.modules]
+    for name in names:
+        sys.modules[name] = None  # type: ignore[assignment]  # An import of the name fails.
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
 
 
 def first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The recurrences of a model in torch: of gated delta nets or of short convolutions."""
+"""The recurrences of a model in torch: gated delta nets, Mamba-2 layers, short convolutions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from planish.model.architecture.config import RecurrenceConfig
+from planish.model.architecture.config import Mamba2Config, RecurrenceConfig
 from planish.model.architecture.hf_config.decoder_fields import DeltaNetConfig
 from planish.model.kernels.reference.causal_conv import SequenceConvolution, TreeConvolution
 from planish.model.kernels.reference.delta_net import SequenceRecurrence, TreeRecurrence
+from planish.model.kernels.reference.mamba2 import Mamba2SequenceRecurrence, Mamba2TreeRecurrence
 from planish.model.layers.recurrence import Recurrence, StateSegment
 from planish.model.sequences.prefix_tree import MicroBatch
 
@@ -28,6 +29,8 @@ class TorchRecurrences:
             return None
         if isinstance(config, DeltaNetConfig):
             return TreeRecurrence(micro_batch, config, self._device)
+        if isinstance(config, Mamba2Config):
+            return Mamba2TreeRecurrence(micro_batch, config, self._device)
         return TreeConvolution(micro_batch, config.conv_width, self._device)
 
     def sequence_recurrence(
@@ -39,4 +42,6 @@ class TorchRecurrences:
             return None
         if isinstance(config, DeltaNetConfig):
             return SequenceRecurrence(segments, num_rows, config, self._device)
+        if isinstance(config, Mamba2Config):
+            return Mamba2SequenceRecurrence(segments, num_rows, config, self._device)
         return SequenceConvolution(segments, num_rows, config.conv_width, self._device)

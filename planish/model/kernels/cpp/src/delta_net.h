@@ -1,9 +1,12 @@
-// The recurrence of gated delta nets, forward and backward.
+// The recurrences of gated delta nets and Mamba-2 layers, forward and backward.
 //
 // A state is a matrix [keys, values] for each head. Its columns do not depend on one another, so a
 // thread computes blocks of columns that fit into its cache. At each position:
 //
 //     S = decay * S;  delta = beta * (v - S^T k);  S = S + k delta^T;  out = S^T q
+//
+// A Mamba-2 layer has B and C in the place of k and q, dt * x in the place of v, and no correction:
+// its delta is v.
 //
 // Every sum has one order, over the rows of the state. So a position has the same bits whatever
 // else is computed, and wherever the computation began.
@@ -25,25 +28,27 @@ struct DeltaSegment {
     float* final_state;
 };
 
-// q, k: [T, heads, keys]. v: [T, heads, values]. decay, beta: [T, heads]. The segments of tree i
-// are trees[i] .. trees[i + 1] - 1, and a parent comes before its children.
+// q, k: [T, heads / sharing, keys]. v: [T, heads, values]. decay, beta: [T, heads]. `sharing`
+// consecutive heads have one q and one k. Without `beta`, there is no correction. The segments of
+// tree i are trees[i] .. trees[i + 1] - 1, and a parent comes before its children.
 struct DeltaScan {
     const float *q, *k, *v, *decay, *beta;
     const DeltaSegment* segments;
     const int64_t* trees;
-    int64_t n_trees, heads, keys, values;
+    int64_t n_trees, heads, sharing, keys, values;
 };
 
 constexpr int64_t DELTA_BLOCK = 32;  // the positions whose states a backward pass keeps at a time
 
-// W vectors of columns of one head's state, from `column` on.
-template <int W>
+// W vectors of columns of one head's state, from `column` on. CORRECTS: whether there is a correction.
+template <int W, bool CORRECTS>
 class DeltaColumns {
     static constexpr int64_t WIDTH = W * LANES;
     const DeltaScan& d;
     const int64_t head, column;
 
     int64_t row(int64_t t) const { return t * d.heads + head; }
+    int64_t key(int64_t t) const { return row(t) / d.sharing * d.keys; }
 
   public:
     DeltaColumns(const DeltaScan& d, int64_t head, int64_t column)
@@ -53,10 +58,27 @@ class DeltaColumns {
     // v - S^T k, and `out` the output, if given.
     ALWAYS_INLINE void step(int64_t t, const float* from, float* to, float* error,
                             float* out) const {
-        const float *q = d.q + row(t) * d.keys, *k = d.k + row(t) * d.keys;
+        const float *q = d.q + key(t), *k = d.k + key(t);
         const float* v = d.v + row(t) * d.values + column;
-        const V decay = broadcast(d.decay[row(t)]), beta = broadcast(d.beta[row(t)]);
+        const V decay = broadcast(d.decay[row(t)]);
         V seen[W], delta[W], sums[W];
+        if constexpr (!CORRECTS) {
+            for (int c = 0; c < W; c++) {
+                delta[c] = load(v + c * LANES);
+                sums[c] = zero();
+            }
+            for (int64_t i = 0; i < d.keys; i++) {
+                const V key = broadcast(k[i]), query = broadcast(q[i]);
+                for (int c = 0; c < W; c++) {
+                    const V s = decayed_plus(from + i * WIDTH + c * LANES, decay, key, delta[c]);
+                    store(to + i * WIDTH + c * LANES, s);
+                    sums[c] = fma(s, query, sums[c]);
+                }
+            }
+            store_out(t, sums, out);
+            return;
+        }
+        const V beta = broadcast(CORRECTS ? d.beta[row(t)] : 0);
         for (int c = 0; c < W; c++) seen[c] = sums[c] = zero();
         for (int64_t i = 0; i < d.keys; i++) {
             const V key = broadcast(k[i]);
@@ -79,9 +101,7 @@ class DeltaColumns {
                 sums[c] = fma(s, query, sums[c]);
             }
         }
-        if (out)
-            for (int c = 0; c < W; c++)
-                store(out + row(t) * d.values + column + c * LANES, sums[c]);
+        store_out(t, sums, out);
     }
 
     void forward(int64_t tree, float* out) const {
@@ -106,8 +126,9 @@ class DeltaColumns {
         }
     }
 
-    // Adds the gradients of q, k, decay and beta, and writes those of v. The segments of the tree
-    // begin with zeros or with the state of their parent.
+    // Adds the gradients of q, k, decay and beta, and writes those of v. Those of q and k are
+    // [T, heads, keys], also if heads share them. The segments of the tree begin with zeros or with
+    // the state of their parent.
     void backward(int64_t tree, const float* grad, float* grad_q, float* grad_k, float* grad_v,
                   float* grad_decay, float* grad_beta) const {
         const int64_t first = d.trees[tree], n = d.trees[tree + 1] - first;
@@ -165,8 +186,19 @@ class DeltaColumns {
     }
 
   private:
+    ALWAYS_INLINE V decayed_plus(const float* s, V decay, V key, V value) const {
+        return fma(key, value, mul(load(s), decay));
+    }
+
+    ALWAYS_INLINE void store_out(int64_t t, const V* sums, float* out) const {
+        if (out)
+            for (int c = 0; c < W; c++)
+                store(out + row(t) * d.values + column + c * LANES, sums[c]);
+    }
+
     void last_error(int64_t t, const float* from, float* error) const {
-        const float* k = d.k + row(t) * d.keys;
+        if constexpr (!CORRECTS) return;
+        const float* k = d.k + key(t);
         const V decay = broadcast(d.decay[row(t)]);
         V seen[W];
         for (int c = 0; c < W; c++) seen[c] = zero();
@@ -184,8 +216,12 @@ class DeltaColumns {
     void step_backward(int64_t t, const float* before, const float* error, float* grad_state,
                        const float* grad, float* grad_q, float* grad_k, float* grad_v,
                        float* grad_decay, float* grad_beta) const {
-        const float *q = d.q + row(t) * d.keys, *k = d.k + row(t) * d.keys;
-        const V decay = broadcast(d.decay[row(t)]), beta = broadcast(d.beta[row(t)]);
+        if constexpr (!CORRECTS) {
+            plain_step_backward(t, before, grad_state, grad, grad_q, grad_k, grad_v, grad_decay);
+            return;
+        }
+        const float *q = d.q + key(t), *k = d.k + key(t);
+        const V decay = broadcast(d.decay[row(t)]), beta = broadcast(CORRECTS ? d.beta[row(t)] : 0);
         V of_out[W], delta[W], of_delta[W], of_v[W], of_beta = zero(), of_decay = zero();
         for (int c = 0; c < W; c++) {
             of_out[c] = load(grad + row(t) * d.values + column + c * LANES);
@@ -227,6 +263,37 @@ class DeltaColumns {
         }
         grad_decay[row(t)] += sum(of_decay);
     }
+
+    // The same without a correction.
+    void plain_step_backward(int64_t t, const float* before, float* grad_state, const float* grad,
+                             float* grad_q, float* grad_k, float* grad_v, float* grad_decay) const {
+        const float *q = d.q + key(t), *k = d.k + key(t);
+        const V decay = broadcast(d.decay[row(t)]);
+        V of_out[W], value[W], of_v[W], of_decay = zero();
+        for (int c = 0; c < W; c++) {
+            of_out[c] = load(grad + row(t) * d.values + column + c * LANES);
+            value[c] = load(d.v + row(t) * d.values + column + c * LANES);
+            of_v[c] = zero();
+        }
+        for (int64_t i = 0; i < d.keys; i++) {
+            const V key = broadcast(k[i]), query = broadcast(q[i]);
+            V of_query = zero(), of_key = zero();
+            for (int c = 0; c < W; c++) {
+                const int64_t at = i * WIDTH + c * LANES;
+                of_query = fma(decayed_plus(before + at, decay, key, value[c]), of_out[c], of_query);
+                const V of_state = fma(query, of_out[c], load(grad_state + at));
+                of_v[c] = fma(of_state, key, of_v[c]);
+                of_key = fma(of_state, value[c], of_key);
+                of_decay = fma(of_state, load(before + at), of_decay);
+                store(grad_state + at, mul(of_state, decay));
+            }
+            grad_q[row(t) * d.keys + i] += sum(of_query);
+            grad_k[row(t) * d.keys + i] += sum(of_key);
+        }
+        for (int c = 0; c < W; c++)
+            store(grad_v + row(t) * d.values + column + c * LANES, of_v[c]);
+        grad_decay[row(t)] += sum(of_decay);
+    }
 };
 
 // Calls f(columns, tree) for blocks of columns of all heads of all trees. One thread has all blocks
@@ -238,7 +305,11 @@ void for_delta_columns(const DeltaScan& d, int threads, F f) {
         for (int64_t column = 0; column < d.values;) {
             const int64_t vectors = std::min<int64_t>(4, (d.values - column) / LANES);
             with_size<4>(vectors, [&](auto size) {
-                f(DeltaColumns<decltype(size)::value>(d, head, column), tree);
+                constexpr int W = decltype(size)::value;
+                if (d.beta)
+                    f(DeltaColumns<W, true>(d, head, column), tree);
+                else
+                    f(DeltaColumns<W, false>(d, head, column), tree);
             });
             column += vectors * LANES;
         }
