@@ -22,7 +22,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
@@ -30,6 +34,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from planish.engine import base_models
 from planish.engine.sampling.cuda_graph_runner import DecodeStep, GraphRecorder
 from planish.engine.sampling.sampler import Sampler
+from planish.model.hf import decoder as hf_decoder
 from planish.model.kernels.self_test.verdicts import Verdict
 from planish.model.kernels.triton import common
 from planish.model.kernels.triton.families import FAMILIES
@@ -299,6 +304,14 @@ def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[Marks]:
     patch.setattr(base_models, "measure_difference", lambda *_: 0.0)
     patch.setattr(Sampler, "record_cuda_graphs", lambda _: None)
     interpret, apply = InterpretedFunction.run, BackwardCFunction.apply
+    load = hf_decoder.load_model
+
+    def load_on_cpu(*args: Any) -> Any:
+        # transformers creates models on torch's meta device, which _Functions does not know.
+        with _pop_mode_temporarily(), _disable_current_modes():
+            return load(*args)
+
+    patch.setattr(hf_decoder, "load_model", load_on_cpu)
 
     def run(kernel: Any, *args: Any, grid: Any, **kwargs: Any) -> Any:
         if not all(marks.has(x) for x in tensors((args, kwargs))):

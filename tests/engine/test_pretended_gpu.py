@@ -32,7 +32,7 @@ from planish.model.kernels.self_test.process import WrongResultError
 from planish.model.kernels.self_test.verdicts import Verdict
 from planish.model.kernels.triton.families import FAMILIES
 from planish.model.layers.lora import LoraLayout
-from planish.testing import tiny_model
+from planish.testing import CONFIGS, tiny_model, tiny_transformers_model
 from planish.testing_quantized import use_fp8, use_mxfp4
 from planish.types import AdamParams, Datum, LoraConfig, ModelInput, SampleResponse
 
@@ -180,6 +180,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "qwen3_5_moe": ("qwen3_5_moe", {}, None),
     "qwen3_moe": ("qwen3_moe", {}, None),
     "smollm3": ("smollm3", {}, None),
+    # The code of transformers computes the layers of these.
+    "lfm2": ("lfm2", {}, None),
+    "glm4_moe": ("glm4_moe", {}, None),
 }
 """The models of the next test: family, options of `tiny_model` and quantization."""
 
@@ -188,7 +191,10 @@ MODELS: dict[str, tuple[str, dict[str, Any], str | None]] = {
 def test_each_family_and_scheme_has_the_logprobs_of_the_cpu(tmp_path: Path, name: str):
     """The reference is torch on a CPU in float32."""
     family, options, quantize = MODELS[name]
-    directory = tiny_model(tmp_path, family, layers=2, dtype="bfloat16", **options)
+    if family in CONFIGS:
+        directory = tiny_model(tmp_path, family, layers=2, dtype="bfloat16", **options)
+    else:
+        directory = tiny_transformers_model(tmp_path, family, dtype="bfloat16", **options)
     if name.endswith("mxfp4"):
         use_mxfp4(directory)
     if name.endswith("fp8"):

@@ -52,11 +52,18 @@ class SamplerSettings:
             else:
                 mlp_size = max(mlp_size if config.dense_layers else 0, experts_size)
         values_per_token = 4 * config.hidden_size + 3 * query_size + 4 * kv_size + mlp_size
+        # Float32 values are the residual stream, and copies that norms need outside of the fused
+        # kernels.
+        num_float32_values = 2 * config.hidden_size
+        if config.output_norms:
+            num_float32_values += config.hidden_size
+        if config.joint_qk_norm:
+            num_float32_values += query_size + kv_size
         return (
             logits_bytes
             + backend.workspace_bytes
             + self.max_prefill_tokens_per_step
-            * (8 * config.hidden_size + backend.dtype.itemsize * values_per_token)
+            * (4 * num_float32_values + backend.dtype.itemsize * values_per_token)
             + sampling_workspace_bytes(
                 config, backend.dtype, self.max_batch, self.max_prefill_tokens_per_step
             )

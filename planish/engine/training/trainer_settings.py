@@ -66,8 +66,11 @@ class TrainerSettings:
         layer_bytes = self._layer_bytes(backend, rank)
         # The backward pass of a layer needs the gradients of about two fifths of what the layer
         # stores, and those of all pairs of a row and an expert.
-        pair_size = 3 * config.hidden_size + 4 * config.expert_size
-        temporary_bytes = max(layer_bytes * 2 // 5, itemsize * config.experts_per_token * pair_size)
+        pair_bytes = itemsize * (3 * config.hidden_size + 4 * config.expert_size)
+        if config.activation == "clamped_swiglu":
+            # torch computes its gradient from six float32 tensors.
+            pair_bytes = max(pair_bytes, (6 * 4 + 3 * itemsize) * config.expert_size)
+        temporary_bytes = max(layer_bytes * 2 // 5, config.experts_per_token * pair_bytes)
         # The logits of one chunk of rows exist beside their gradient in the dtype of the matmuls.
         chunk_bytes = min(num_tokens, backend.head_rows) * config.vocab_size
         chunk_bytes *= logit_itemsize + itemsize
@@ -131,7 +134,9 @@ class TrainerSettings:
         query_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         # The inputs of all norms and the log-sum-exp of the attention are float32.
-        num_float32_values = config.hidden_size * 2 + config.num_heads
+        num_float32_values = config.num_heads
+        if config.input_norms:
+            num_float32_values += 2 * config.hidden_size
         if config.output_norms:
             num_float32_values += 2 * config.hidden_size
         if config.qk_norm:

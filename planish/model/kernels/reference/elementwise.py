@@ -104,11 +104,16 @@ class TorchActivations:
         """Return the gradient of `gate_up`: [T, 2 * I], given that of the result: [T, I]."""
         gate, up = _clamped(gate_up, limit)
         gate_sigmoid, grad = torch.sigmoid(gate * alpha), grad.to(gate.dtype)
-        activation_grad = gate_sigmoid * (1 + alpha * gate * (1 - gate_sigmoid))
-        unclamped = gate_up.unflatten(-1, (-1, 2))
-        grad_gate = (grad * (up + 1) * activation_grad).masked_fill_(unclamped[..., 0] > limit, 0.0)
-        grad_up = (grad * gate * gate_sigmoid).masked_fill_(unclamped[..., 1].abs() > limit, 0.0)
-        return torch.stack((grad_gate, grad_up), -1).flatten(-2).to(gate_up.dtype)
+        # Operations are in place, because each of these tensors has a row for each pair of a token
+        # and an expert.
+        activation_grad = (alpha * gate).mul_(1 - gate_sigmoid).add_(1).mul_(gate_sigmoid)
+        unclamped, grad_gate_up = gate_up.unflatten(-1, (-1, 2)), torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_gate_up.unflatten(-1, (-1, 2)).unbind(-1)
+        grad_up.copy_(gate.mul_(grad).mul_(gate_sigmoid))
+        grad_up.masked_fill_(unclamped[..., 1].abs() > limit, 0.0)
+        grad_gate.copy_(up.add_(1).mul_(grad).mul_(activation_grad))
+        grad_gate.masked_fill_(unclamped[..., 0] > limit, 0.0)
+        return grad_gate_up
 
 
 def accum_dtype(x: Tensor) -> torch.dtype:
