@@ -28,7 +28,7 @@ EXTRAS := 'planish[inspect,ray,trackio,verifiers]' trl bitsandbytes sentencepiec
 	aiohttp blobfile cloudpickle pylatexenc termcolor tiktoken \
 	mkdocstrings-python zensical
 # The tests that are skipped, in whole or in part, where these packages are not installed.
-EXTRAS_TESTS ?= tests/test_doc_servers.py tests/console/test_console_browser.py tests/console/test_server_console_browser.py tests/console/test_two_questions.py tests/cookbook tests/evaluation/test_inspect.py tests/evaluation/test_inspect_logs.py tests/export/test_trl.py tests/fleet/test_fleet_recipe.py tests/fleet/test_ray_fleet.py tests/fleet/test_ray_rollouts.py tests/fleet/test_served_fleet.py \
+EXTRAS_TESTS ?= tests/test_doc_servers.py tests/console/test_console_browser.py tests/console/test_server_console_browser.py tests/console/test_two_questions.py tests/cookbook tests/evaluation/test_inspect.py tests/evaluation/test_inspect_logs.py tests/export/test_trl.py tests/fleet/test_fleet_recipe.py tests/fleet/test_ray_faults.py tests/fleet/test_ray_fleet.py tests/fleet/test_ray_rollouts.py tests/fleet/test_served_fleet.py \
 	tests/datasets/test_trl_files.py tests/model/layers/test_bitsandbytes.py \
 	tests/model/sources/test_sentencepiece_oracle.py tests/recipes/test_fresh_runs.py \
 	tests/renderers/test_renderer_oracles.py \

@@ -2,17 +2,19 @@
 
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from planish import ServiceClient, UserError
+from planish import ServiceClient, StorageError, UserError
 from planish.fleet import plan
 from planish.fleet.link import EngineStatus
 from planish.fleet.replica import Watch, check_same
 from planish.fleet.routing import PrefixTable
 from planish.fleet.samplers import prefix_keys
 from planish.fleet.training import divide
+from planish.fleet.versions import SharedVersions
 from planish.images import ImageChunk
 from planish.recipes import rl_basic
 from planish.types import EncodedTextChunk, ModelInput
@@ -28,6 +30,20 @@ def test_a_request_follows_its_prefix_while_that_saves_more_than_waiting_costs()
     assert table.choose([*PROMPT, 7], "v1", 100, {0: 700, 1: 0}) == (1, 741)
     # Now both have it.
     assert table.choose(PROMPT, "v1", 0, {0: 700, 1: 0}) == (1, 0)
+
+
+def test_a_version_that_cannot_be_stored_has_no_use():
+    def fail(_: object) -> None:
+        raise StorageError("the object store is full")
+
+    unused: Any = None
+    versions = SharedVersions(fail, unused, unused)
+    version: Any = SimpleNamespace(name="v1")
+    for _ in range(2):  # The second call must not take the version for stored.
+        with pytest.raises(StorageError):
+            versions.share(version)
+    assert not +versions._uses
+    assert not versions._stored
 
 
 def test_a_prefix_belongs_to_one_version_and_is_lost_with_its_replica():

@@ -165,16 +165,8 @@ try:
         objects.append(put(np.zeros(1 << 20)))
 except StorageError as error:
     print(error)
-training_client = client.create_lora_training_client("tiny", rank=256, seed=1)
-uses = +fleet._versions._uses
-try:
-    training_client.save_weights_and_get_sampling_client()
-except StorageError as error:
-    print(error)
-assert +fleet._versions._uses == uses
 objects.clear()
 assert run_grpo(client, 1) == expected
-training_client.save_weights_and_get_sampling_client()
 fleet.close(finish=False)
 leave_cluster()
 """
@@ -184,9 +176,9 @@ def test_a_full_object_store_is_an_error_until_it_has_room(model_dir, tmp_path):
     output = run_program(
         FULL_STORE, str(model_dir), str(tmp_path), RAY_local_fs_capacity_threshold="0.001"
     )
-    lines = output.splitlines()
-    assert len(lines) == 2
-    assert all("Ray's object store on" in line and "free space in" in line for line in lines)
+    (line,) = output.splitlines()
+    assert "Ray's object store on" in line
+    assert "free space in" in line
 
 
 NO_MEMORY = """
@@ -237,7 +229,7 @@ for attempt in range(4):
 cluster.wait_for_nodes()
 with ServiceClient(models={"tiny": sys.argv[1]}, data_dir=sys.argv[2], ray=cluster.address) as client:
     client.create_sampling_client(base_model="tiny")
-    fleet = client._session._service
+    fleet = client._session.service
     print(sorted(len(r.link.machine.versions) > 0 for r in fleet.replicas.live()))
     nodes = {actor["Address"]["NodeID"] for actor in ray._private.state.actors().values()}
     print(len(nodes))
