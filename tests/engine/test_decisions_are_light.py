@@ -10,8 +10,8 @@ MODULES = (
     "engine.sampling.stopping",
     "engine.sampling.randomness",
     "engine.fairness",
-    "model.prefix_tree",
-    "model.positions",
+    "model.sequences.prefix_tree",
+    "model.sequences.positions",
 )
 
 

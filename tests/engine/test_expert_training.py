@@ -89,8 +89,10 @@ def test_activation_bytes_match_the_memory_autograd_saves(tmp_path, family):
         run(new_trainer(decoder), adapter, [Datum(inputs, {"target_tokens": tokens[1:]})])
     measured = sum(size for pointer, size in kept.items() if pointer not in frozen)
     estimate = TrainerSettings(micro_batch_tokens=500).activation_bytes(decoder.backend, rank=4)
-    # The estimate also has the temporary tensors of one of the two layers.
-    assert 0.45 * estimate < measured < 1.15 * estimate
+    # The estimate also has the temporary tensors of one of the two layers. Those of the gradient of
+    # a clamped SwiGLU are larger than what a layer stores.
+    smallest_share = 0.4 if family == "gpt_oss" else 0.45
+    assert smallest_share * estimate < measured < 1.15 * estimate
 
 
 @contextmanager

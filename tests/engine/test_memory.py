@@ -13,7 +13,7 @@ from backends import load_on
 from transformers import AutoConfig
 
 from planish.client.local import models_used_together
-from planish.engine import memory
+from planish.engine import base_models, memory
 from planish.engine.engine import Engine
 from planish.engine.memory import RUNTIME_BYTES, DeviceMemory, ModelMemory
 from planish.engine.sampling.settings import SamplerSettings
@@ -29,7 +29,6 @@ from planish.model.architecture.weight_sizes import (
     unpacked_bytes,
     unquantized_bytes,
 )
-from planish.model.decoder.decoder import Decoder
 from planish.model.kernels.choose import choose_backend, reference_backend, triton_backend
 from planish.model.kernels.interface.backend import Backend
 from planish.model.layers.quantization import DEQUANTIZATION_BYTES
@@ -272,7 +271,7 @@ def test_too_little_memory_is_rejected_before_weights_are_loaded(
     shaped, gpu, tmp_path, monkeypatch
 ):
     gpu(16 * GIB)
-    monkeypatch.setattr(Decoder, "load", lambda *_: pytest.fail("weights are loaded"))
+    monkeypatch.setattr(base_models, "load_decoder", lambda *_: pytest.fail("weights are loaded"))
     engine = Engine(
         {"large": str(shaped("Qwen3-8B"))},
         tmp_path / "data",
