@@ -108,7 +108,8 @@ def _tiny_gemma3(path: Path, seed: int, dtype: str) -> Path:
 
 def _tiny_gemma4(path: Path, kind: str, seed: int, dtype: str) -> Path:
     first = NUM_TOKENS
-    text = GEMMA4_TEXT | {"vocab_size": first + 6, "vocab_size_per_layer_input": first + 6}
+    sizes = {"vocab_size": first + 6, "vocab_size_per_layer_input": first + 6}
+    text: dict[str, Any] = GEMMA4_TEXT | sizes
     text["tie_word_embeddings"] = False
     if kind != "gemma4":
         text |= {"num_hidden_layers": 2, "layer_types": text["layer_types"][:2]}

@@ -108,7 +108,8 @@ class Model:
 
         if self.family not in CONFIGS:
             return tiny_transformers_model(directory, self.family, dtype="bfloat16", **self.sizes)
-        tiny_model(directory, self.family, dtype="bfloat16", **({"layers": 1} | self.sizes))
+        sizes: dict[str, Any] = {"layers": 1} | self.sizes
+        tiny_model(directory, self.family, dtype="bfloat16", **sizes)
         if self.stored == "fp8":
             config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
             return use_fp8(directory, config, (128, 128), "weight_scale_inv")

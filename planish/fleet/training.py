@@ -28,7 +28,7 @@ from planish.fleet.link import ReplicaLostError
 from planish.fleet.remote_engine import SAVES
 from planish.fleet.replica import Replica, SharedVersion
 from planish.fleet.replica_set import ReplicaSet
-from planish.fleet.versions import ExportedWeights, SharedVersions
+from planish.fleet.versions import CurrentVersion, SharedVersions
 from planish.processes.background import BackgroundThread, wait_for_saves
 from planish.service import (
     DeferredForwardBackward,
@@ -106,7 +106,7 @@ class FleetModel:
         self._lock = threading.Lock()
         self._steps: deque[Step] = deque()
         """The operations that wait. A thread runs them, as long as there are any."""
-        self._exported = ExportedWeights(versions)
+        self._exported = CurrentVersion(versions)
         self._idle = threading.Condition(self._lock)
 
     def submit(self, operation: Operation[Any]) -> Future[Any]:
@@ -196,7 +196,11 @@ class FleetModel:
             self._exported.forget()
         self._check()
         if isinstance(operation, ExportWeights):
-            return self._exported.get(lambda: self.home.engine.submit(operation))
+
+            def export() -> Future[Any]:  # The host returns an `AdapterVersion`.
+                return self.home.engine.submit(operation)
+
+            return self._exported.get(export)
         future = self.home.engine.submit(operation)
         if isinstance(operation, SaveWeights):
             future.add_done_callback(self._note_checkpoint)

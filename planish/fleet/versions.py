@@ -50,7 +50,7 @@ class SharedVersions:
                 self._threads.submit(replica.drop_version, name, self._stored)
 
 
-class ExportedWeights:
+class CurrentVersion:
     """The present weights of a model, which are exported once while they do not change."""
 
     def __init__(self, versions: SharedVersions) -> None:

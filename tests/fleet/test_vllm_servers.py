@@ -55,7 +55,7 @@ class Servers:
         """Start a server again that was killed, at the same port."""
         self.processes[number] = self.start(number, model, self.ports[number])
 
-    def client(self, **limits: float) -> ServiceClient:
+    def client(self, **limits: Any) -> ServiceClient:
         self._num_clients += 1
         sampler = VllmSampler(
             [gate.url for gate in self.gates], adapter_dir=self._adapters, **limits

@@ -1,5 +1,7 @@
 """The check of the recurrence of Mamba-2 layers, without a model."""
 
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import numpy as np
@@ -28,7 +30,9 @@ class Mamba2Check(OperationCheck):
         (micro_batch,) = pack(sequences, 1 << 20)
         inputs = self._inputs(len(micro_batch))
         leaves = (inputs.xbc.requires_grad_(), inputs.dt.requires_grad_())
-        out = self.backend.tree_recurrence(micro_batch)(0, inputs)
+        tree = self.backend.tree_recurrence(micro_batch)
+        assert tree is not None
+        out = tree(0, inputs)
         (out * self.random(*out.shape, dtype=torch.float32)).sum().backward()
         assert all(leaf.grad is not None for leaf in leaves)
         config, dtype, device = self.config.mamba2, self.backend.dtype, self.backend.device
@@ -39,8 +43,10 @@ class Mamba2Check(OperationCheck):
             StateSegment(40, 41, states[1], states[2]),
             StateSegment(41, 48, states[3], states[3]),
         ]
+        recurrence = self.backend.sequence_recurrence(segments, 50)
+        assert recurrence is not None
         with torch.no_grad():
-            self.backend.sequence_recurrence(segments, 50)(0, self._inputs(50))
+            recurrence(0, self._inputs(50))
 
     def _inputs(self, num_rows: int) -> Mamba2Inputs:
         config = self.config.mamba2

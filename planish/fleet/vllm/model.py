@@ -218,7 +218,7 @@ class VllmModel:
         outcomes = await asyncio.gather(*loads, return_exceptions=True)
         gaps: list[float] = []
         for outcome in outcomes:
-            if isinstance(outcome, float):
+            if not isinstance(outcome, BaseException):
                 gaps.append(outcome)
             elif not isinstance(outcome, ServerLostError):
                 raise outcome

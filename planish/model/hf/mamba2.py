@@ -26,13 +26,14 @@ class FrozenMamba2(nn.Module):
         mixer: Any = source
         conv = mixer.conv1d
         self._sizes = [mixer.intermediate_size, mixer.conv_dim, mixer.num_heads]
+        smallest, largest = map(float, mixer.time_step_limit)
         self._weights = Mamba2Weights(
             conv=conv.weight.detach().squeeze(1).float(),
             conv_bias=None if conv.bias is None else conv.bias.detach().float(),
             decay_rate=-mixer.A_log.detach().float().exp(),
             dt_bias=mixer.dt_bias.detach().float(),
             skip=mixer.D.detach().float(),
-            dt_limits=tuple(map(float, mixer.time_step_limit)),
+            dt_limits=(smallest, largest),
         )
         # Only Falcon-H1 scales the projection, and lacks the norm in some sizes.
         self._input_scale: float = getattr(mixer, "ssm_in_multiplier", 1.0)

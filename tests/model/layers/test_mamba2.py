@@ -197,6 +197,7 @@ def test_the_layers_of_a_model_are_read_from_its_code(tmp_path):
     assert not config.hf.linear(0, "mixer.in_proj").is_mlp
     assert config.hf.linear(3, "mixer.up_proj").is_mlp
     assert names[1][:2] == ["mixer.experts.up_proj", "mixer.experts.down_proj"]
+    assert config.mamba2 is not None
     state = RecurrentState(config.mamba2, torch.bfloat16, CPU)
     assert state_bytes(config, torch.bfloat16) == state.conv.nbytes + state.matrices.nbytes
 

@@ -64,7 +64,9 @@ _NO_ADAPTER_NAMES = ("gate", "router", "shared_expert_gate", "shared_gate")
 """The names of linears that choose or weight experts. They have no adapter, as in Tinker."""
 _NO_ADAPTER_PREFIXES = ("altup.", "laurel.", "per_layer_", "self_attn.compressor.")
 """The names of linears beside attention and MLP begin with these (Gemma 3n, Gemma 4)."""
-_NO_LORA_IN_PEFT = dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), ("out_proj",))
+_NO_LORA_IN_PEFT: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("falcon_h1", "mamba2", "nemotron_h"), ("out_proj",)
+)
 """The linears that PEFT gives no adapter in these models, because a fused kernel of Mamba-2 reads
 their weight itself.
 """
