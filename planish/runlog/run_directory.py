@@ -127,6 +127,8 @@ class RunDirectory:
         self.path = Path(path).expanduser().absolute()
         self._lock = lock_directory(self.path, "log_path", "this run")
         try:
+            # An older request was for an earlier process. From now on, requests are for this one.
+            self.take_stop_request()
             self._check_config(plain_values(config), may_change, at_default)
             self._metrics = RowFile(self.path / METRICS)
             self._checkpoints = RowFile(self.path / CHECKPOINTS)
@@ -191,9 +193,8 @@ class RunDirectory:
 
     def record_command(self) -> None:
         """Write which command started this process, and where, so that the run can be resumed by
-        the same command. A stop request that nobody has taken is removed.
+        the same command.
         """
-        self.take_stop_request()
         command = {"command": sys.orig_argv, "directory": os.getcwd()}
         write_atomically(self.path / COMMAND, json.dumps(command) + "\n")
 

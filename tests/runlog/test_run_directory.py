@@ -15,6 +15,7 @@ from planish.runlog.run_directory import (
     CheckpointRecord,
     RunDirectory,
     checkpoint_of,
+    request_stop,
     resume_points,
     weights_of,
 )
@@ -31,6 +32,17 @@ def test_rows_are_on_disk_as_soon_as_they_are_logged(tmp_path):
         run.log(0, {"reward/total": 0.25})
         assert read_rows(run.path / "metrics.jsonl") == [{"step": 0, "reward/total": 0.25}]
     assert json.loads((tmp_path / "run/config.json").read_text()) == CONFIG
+
+
+def test_a_stop_request_is_kept_from_the_moment_the_run_has_its_directory(tmp_path):
+    with RunDirectory(tmp_path, CONFIG):
+        pass
+    request_stop(tmp_path)
+    with RunDirectory(tmp_path, CONFIG) as run:
+        assert not run.take_stop_request()
+        request_stop(tmp_path)  # while the model loads
+        run.record_command()
+        assert run.take_stop_request()
 
 
 def test_step_is_the_first_key(tmp_path):
