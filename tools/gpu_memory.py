@@ -79,7 +79,8 @@ MODES = {
     "offloaded": Mode(recompute=True, offload=True),
 }
 RANK = 8
-LIMITS = (0.85, 1.15)
+LIMITS = (0.75, 1.15)
+"""The plan of a prefill also has what sampling needs, which a prefill alone does not use."""
 TRANSFORMERS_LIMITS = (0.4, 1.15)
 """The plan has a factor for all modelling code, so for some models it is too large."""
 
