@@ -23,6 +23,7 @@ from planish.model.kernels.cpp.state_scan import (
     scan_backward,
     scan_forward,
 )
+from planish.model.kernels.reference.causal_conv import Spans
 from planish.model.kernels.reference.delta_net import SequenceRecurrence, TreeRecurrence
 from planish.model.kernels.reference.mamba2 import (
     Mamba2SequenceRecurrence,
@@ -39,47 +40,42 @@ def supports_scan(config: RecurrenceConfig) -> bool:
     return ops.is_supported("delta_net") and config.matrix_shape[2] % LANES == 0
 
 
-class CppTreeRecurrence(TreeRecurrence):
-    """The delta nets of a micro-batch of the trainer, with gradients (see `Recurrence`)."""
+class _KernelRows:
+    """The segments of `TreeRows` or `SequenceRows` as tables for the kernels."""
+
+    _spans: Spans
+    _parents: Sequence[int]
 
     @cached_property
     def _tables(self) -> SegmentTables:
         return SegmentTables(self._spans, self._parents)
+
+
+class CppTreeRecurrence(_KernelRows, TreeRecurrence):
+    """The delta nets of a micro-batch of the trainer, with gradients (see `Recurrence`)."""
 
     def _scan(self, scan_inputs: ScanInputs) -> Tensor:
         return scan(scan_inputs, self._tables)
 
 
-class CppSequenceRecurrence(SequenceRecurrence):
+class CppSequenceRecurrence(_KernelRows, SequenceRecurrence):
     """The delta nets of rows that continue stored states, without gradients (see `Recurrence`)."""
-
-    @cached_property
-    def _tables(self) -> SegmentTables:
-        return SegmentTables.of_sequences(self._segments, self._parents)
 
     def _scan(self, layer: int, scan_inputs: ScanInputs, out: Tensor) -> None:
         continue_states(layer, scan_inputs, self._tables, self._segments, out)
 
 
-class CppMamba2TreeRecurrence(Mamba2TreeRecurrence):
+class CppMamba2TreeRecurrence(_KernelRows, Mamba2TreeRecurrence):
     """The Mamba-2 layers of a micro-batch of the trainer, with gradients (see `Recurrence`)."""
-
-    @cached_property
-    def _tables(self) -> SegmentTables:
-        return SegmentTables(self._spans, self._parents)
 
     def _scan(self, scan_inputs: ScanInputs) -> Tensor:
         return _GroupedScan.apply(self._tables, *scan_inputs)  # type: ignore[no-any-return]
 
 
-class CppMamba2SequenceRecurrence(Mamba2SequenceRecurrence):
+class CppMamba2SequenceRecurrence(_KernelRows, Mamba2SequenceRecurrence):
     """The Mamba-2 layers of rows that continue stored states, without gradients (see
     `Recurrence`).
     """
-
-    @cached_property
-    def _tables(self) -> SegmentTables:
-        return SegmentTables.of_sequences(self._segments, self._parents)
 
     def _scan(self, layer: int, scan_inputs: ScanInputs, out: Tensor) -> None:
         by_head = _without_groups(*scan_inputs)

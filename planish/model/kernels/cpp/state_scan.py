@@ -60,13 +60,6 @@ class SegmentTables:
             for index, (parent, root) in enumerate(zip(parents, root_of, strict=True))
         )
 
-    @classmethod
-    def of_sequences(
-        cls, segments: Sequence[StateSegment], parents: Sequence[int]
-    ) -> SegmentTables:
-        """Return the tables of the segments of a sampler's batch."""
-        return cls([(segment.start, segment.stop) for segment in segments], parents)
-
 
 def continue_states(
     layer: int,

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from planish.model.architecture.hf_config.decoder_fields import DeltaNetConfig
-from planish.model.kernels.reference.causal_conv import SequenceTaps, tree_segments, tree_taps
 from planish.model.kernels.reference.conv_silu import conv_silu, promote_for_exp
 from planish.model.kernels.reference.state_scan import (
     Part,
     ScanInputs,
+    SequenceRows,
+    TreeRows,
     continue_states,
-    group_by_depth,
     tree_scan,
 )
 from planish.model.layers.recurrence import DeltaNetInputs, DeltaNetWeights, StateSegment
@@ -28,18 +28,14 @@ _EPS = 1e-6
 """The constant in the L2 norm of queries and keys."""
 
 
-class TreeRecurrence:
+class TreeRecurrence(TreeRows):
     """The recurrence of a micro-batch of the trainer, with gradients (see `Recurrence`)."""
 
     def __init__(
         self, micro_batch: MicroBatch, config: DeltaNetConfig, device: torch.device
     ) -> None:
-        """Each segment of `micro_batch` starts from the final state of its parent."""
+        super().__init__(micro_batch, config.conv_width, device)
         self._config = config
-        self._spans, self._parents = tree_segments(micro_batch)
-        self._levels = group_by_depth(self._spans, self._parents)
-        tap_rows = tree_taps(self._spans, self._parents, len(micro_batch), config.conv_width)
-        self._tap_rows = tap_rows.to(device)
 
     def __call__(self, layer: int, inputs: DeltaNetInputs) -> Tensor:
         """Return the outputs, float32 [T, Hv, Dv]."""
@@ -53,7 +49,7 @@ class TreeRecurrence:
         return tree_scan(DeltaNetStep(), scan_inputs, self._levels, self._parents)
 
 
-class SequenceRecurrence:
+class SequenceRecurrence(SequenceRows):
     """The recurrence of rows that continue stored states, without gradients (see `Recurrence`)."""
 
     def __init__(
@@ -63,21 +59,15 @@ class SequenceRecurrence:
         config: DeltaNetConfig,
         device: torch.device,
     ) -> None:
-        """`segments`: all rows of the batch except padding. `num_rows`: the number of rows, T."""
-        self._segments, self._num_rows, self._config = segments, num_rows, config
-        self._taps = SequenceTaps(segments, num_rows, config.conv_width, device)
-        self._parents = self._taps.parents
-        spans = [(segment.start, segment.stop) for segment in segments]
-        self._levels = group_by_depth(spans, self._parents)
+        super().__init__(segments, num_rows, config.conv_width, device)
+        self._config = config
 
     def __call__(self, layer: int, inputs: DeltaNetInputs) -> Tensor:
         """Return the outputs, float32 [T, Hv, Dv], and store the new states. Padding rows get 0."""
         weights, stored_rows = inputs.weights, self._taps.stored_rows(layer)
         conv_out = conv_silu(inputs.qkv, stored_rows, self._taps.tap_rows, weights.conv)
         scan_inputs = _scan_inputs(self._config, conv_out, inputs.beta_decay, weights)
-        out = conv_out.new_zeros(
-            self._num_rows, self._config.num_value_heads, self._config.value_dim
-        )
+        out = torch.zeros_like(scan_inputs[2])
         self._taps.store(layer, stored_rows, inputs.qkv)
         self._scan(layer, scan_inputs, out)
         return out

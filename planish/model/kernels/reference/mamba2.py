@@ -16,29 +16,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planish.model.architecture.config import Mamba2Config
-from planish.model.kernels.reference.causal_conv import SequenceTaps, tree_segments, tree_taps
 from planish.model.kernels.reference.conv_silu import conv_silu, promote_for_exp
 from planish.model.kernels.reference.state_scan import (
     Part,
     ScanInputs,
+    SequenceRows,
+    TreeRows,
     continue_states,
-    group_by_depth,
     tree_scan,
 )
 from planish.model.layers.recurrence import Mamba2Inputs, Mamba2Weights, StateSegment
 from planish.model.sequences.prefix_tree import MicroBatch
 
 
-class Mamba2TreeRecurrence:
+class Mamba2TreeRecurrence(TreeRows):
     """The recurrence of a micro-batch of the trainer, with gradients (see `Recurrence`)."""
 
     def __init__(self, micro_batch: MicroBatch, config: Mamba2Config, device: torch.device) -> None:
-        """Each segment of `micro_batch` starts from the final state of its parent."""
+        super().__init__(micro_batch, config.conv_width, device)
         self._config = config
-        self._spans, self._parents = tree_segments(micro_batch)
-        self._levels = group_by_depth(self._spans, self._parents)
-        tap_rows = tree_taps(self._spans, self._parents, len(micro_batch), config.conv_width)
-        self._tap_rows = tap_rows.to(device)
 
     def __call__(self, layer: int, inputs: Mamba2Inputs) -> Tensor:
         """Return the outputs, float32 [T, H, P]."""
@@ -53,7 +49,7 @@ class Mamba2TreeRecurrence:
         return tree_scan(Mamba2Step(), scan_inputs, self._levels, self._parents)
 
 
-class Mamba2SequenceRecurrence:
+class Mamba2SequenceRecurrence(SequenceRows):
     """The recurrence of rows that continue stored states, without gradients (see `Recurrence`)."""
 
     def __init__(
@@ -63,12 +59,8 @@ class Mamba2SequenceRecurrence:
         config: Mamba2Config,
         device: torch.device,
     ) -> None:
-        """`segments`: all rows of the batch except padding. `num_rows`: the number of rows, T."""
-        self._segments, self._config = segments, config
-        self._taps = SequenceTaps(segments, num_rows, config.conv_width, device)
-        self._parents = self._taps.parents
-        spans = [(segment.start, segment.stop) for segment in segments]
-        self._levels = group_by_depth(spans, self._parents)
+        super().__init__(segments, num_rows, config.conv_width, device)
+        self._config = config
 
     def __call__(self, layer: int, inputs: Mamba2Inputs) -> Tensor:
         """Return the outputs, float32 [T, H, P], and store the new states."""

@@ -21,7 +21,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from planish.model.kernels.reference.causal_conv import SequenceTaps, tree_segments, tree_taps
 from planish.model.layers.recurrence import BLOCK, MAX_BLOCK_ELEMENTS, StateSegment
+from planish.model.sequences.prefix_tree import MicroBatch
 
 ScanInputs = tuple[Tensor, ...]
 """The inputs of a scan: float32 [T, ...]. Their order and sizes depend on the recurrence."""
@@ -101,6 +103,35 @@ def group_by_depth(spans: Sequence[tuple[int, int]], parents: Sequence[int]) -> 
         lengths = tuple(spans[index][1] - spans[index][0] for index in indices)
         levels.append(Level(tuple(indices), first_rows, lengths))
     return levels
+
+
+class TreeRows:
+    """The rows of a micro-batch of the trainer, for a convolution and a scan."""
+
+    def __init__(self, micro_batch: MicroBatch, conv_width: int, device: torch.device) -> None:
+        """Each segment of `micro_batch` starts from the final state of its parent."""
+        self._spans, self._parents = tree_segments(micro_batch)
+        self._levels = group_by_depth(self._spans, self._parents)
+        tap_rows = tree_taps(self._spans, self._parents, len(micro_batch), conv_width)
+        self._tap_rows = tap_rows.to(device)
+
+
+class SequenceRows:
+    """Rows that continue stored states, for a convolution and a scan."""
+
+    def __init__(
+        self,
+        segments: Sequence[StateSegment],
+        num_rows: int,
+        conv_width: int,
+        device: torch.device,
+    ) -> None:
+        """`segments`: all rows of the batch except padding. `num_rows`: the number of rows, T."""
+        self._segments = segments
+        self._taps = SequenceTaps(segments, num_rows, conv_width, device)
+        self._parents = self._taps.parents
+        self._spans = [(segment.start, segment.stop) for segment in segments]
+        self._levels = group_by_depth(self._spans, self._parents)
 
 
 def tree_scan(
