@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-FAMILIES = ("qwen3",)
+FAMILIES = ("qwen3", "gemma3", "olmo3")
 """The program compares all families by default."""
 
 
