@@ -66,7 +66,8 @@ class ScanStep(Protocol):
     ) -> Iterator[tuple[Sequence[Part], Part]]:
         """Yield groups of heads whose states have at most `max_elements` elements, or one head.
 
-        A group is given by its part of each input, and its part of the output.
+        A group is given by its part of each input, and its part of the output. Groups may share a
+        part of an input that has fewer dimensions than the part of the output.
         """
         ...
 
@@ -212,14 +213,23 @@ class _TreeScan(torch.autograd.Function):
         max_segments = max(len(level.indices) for level in ctx.levels)
         max_elements = MAX_BLOCK_ELEMENTS // (BLOCK * max_segments)
         for parts, out_part in ctx.step.split(scan_inputs, max_elements):
+            totals = [total[:, *part] for total, part in zip(grads, parts, strict=True)]
+            are_shared = [len(part) < len(out_part) for part in parts]
+            own_grads = [
+                torch.zeros_like(total) if is_shared else total
+                for total, is_shared in zip(totals, are_shared, strict=True)
+            ]
             _tree_backward(
                 ctx.step,
                 ctx.levels,
                 ctx.parents,
                 [tensor[:, *part] for tensor, part in zip(scan_inputs, parts, strict=True)],
                 grad[:, *out_part],
-                [total[:, *part] for total, part in zip(grads, parts, strict=True)],
+                own_grads,
             )
+            for total, own_grad, is_shared in zip(totals, own_grads, are_shared, strict=True):
+                if is_shared:
+                    total += own_grad
         return None, None, None, *grads
 
 
@@ -254,7 +264,7 @@ def _tree_backward(
     grad: Tensor,
     grads: Sequence[Tensor],
 ) -> None:
-    """Add the gradients of `scan_inputs` to `grads`."""
+    """Write the gradients of `scan_inputs` into `grads`."""
     initial_states = _scan_levels(step, levels, parents, scan_inputs, None)
     state_grads: dict[int, Tensor] = {}
     for level, state in zip(reversed(levels), reversed(initial_states), strict=True):
@@ -278,7 +288,7 @@ def _tree_backward(
                     grad_state[: len(rows)],
                 )
                 for total, step_grad in zip(grads, step_grads, strict=True):
-                    total[rows] += step_grad
+                    total[rows] = step_grad
         by_index = sorted(zip(level.indices, grad_state, strict=True), key=lambda item: item[0])
         for index, initial_grad in by_index:
             parent = parents[index]
