@@ -54,7 +54,6 @@ class ReplicaSet:
         self.fault: str | None = None
         """Why all replicas are lost for good, if they are."""
         self._changed = threading.Condition()
-        self._num_starting = 0
         self._preparing: set[Replica] = set()
         """New replicas that load the base models."""
         self._is_started = threading.Event()
@@ -80,6 +79,13 @@ class ReplicaSet:
         self._watch = Watch(silent_seconds, stall_seconds)
         self._thread = BackgroundThread(self._run_watch, "planish-watch", stop=self._stop.set)
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether a lost or added replica is going to run. This follows from the states alone: a
+        replica is lost before this class is told, and must not seem to be given up meanwhile.
+        """
+        return any(replica.state in ("lost", "starting") for replica in self.replicas)
+
     def live(self) -> list[Replica]:
         """Return the replicas that run. Wait for a replacement if there are none."""
         with self._changed:
@@ -87,7 +93,7 @@ class ReplicaSet:
                 live = [replica for replica in self.replicas if not replica.is_lost]
                 if live:
                     return live
-                if not self._num_starting or self.is_closing or self.fault:
+                if not self.is_starting or self.is_closing or self.fault:
                     raise EngineClosedError(
                         f"{self.fault or 'no replica of the fleet is left'}; make a new "
                         "ServiceClient, and load the last checkpoint"
@@ -131,7 +137,6 @@ class ReplicaSet:
                 idle[0].succeeded_by(added)
             added.is_draining, added.is_added, added.num_idle_losses = False, True, 0
             self.replicas[number : number + 1] = [added]
-            self._num_starting += 1
         threading.Thread(target=partial(self._replace, added), daemon=True).start()
         return added
 
@@ -217,7 +222,6 @@ class ReplicaSet:
             return
         _log.warning("replica %d is lost: %s", replica.number, error)
         with self._changed:
-            self._num_starting += 1
             replica.num_losses += not replica.is_draining
             self._changed.notify_all()
         self._on_lost(replica)
@@ -233,12 +237,16 @@ class ReplicaSet:
                 self._insert(replica)
         except Exception as error:
             if not self.is_closing:
-                lost.failure = str(error)
-                _log.error("replica %d cannot be started: %s", lost.number, error)
+                self._give_up(lost, str(error))
         finally:
             with self._changed:
-                self._num_starting -= 1
                 self._changed.notify_all()
+
+    def _give_up(self, lost: Replica, reason: str) -> None:
+        # The replica of this number that others see: `lost` may have been lost while it loaded the
+        # base models, before it took the place.
+        self.replicas[lost.number].failure = reason
+        _log.error("replica %d is not started again: %s", lost.number, reason)
 
     def _is_replaceable(self, lost: Replica) -> bool:
         if self.is_closing or self.fault is not None:
@@ -247,8 +255,7 @@ class ReplicaSet:
             _log.warning("replica %d is drained", lost.number)
             return False
         if not lost.has_worked and lost.num_idle_losses + 1 >= _MAX_IDLE_LOSSES:
-            lost.failure = f"it was lost {_MAX_IDLE_LOSSES} times before it had done any work"
-            _log.error("replica %d is not replaced: %s", lost.number, lost.failure)
+            self._give_up(lost, f"it was lost {_MAX_IDLE_LOSSES} times before it had done any work")
             return False
         return True
 
@@ -266,9 +273,10 @@ class ReplicaSet:
         self._preparing.add(replica)
         try:
             self._prepare(replica)
-        except BaseException as error:
-            if not isinstance(error, ReplicaLostError):
-                replica.num_idle_losses = _MAX_IDLE_LOSSES  # it would be rejected again
+        except ReplicaLostError:
+            return  # Its own loss replaces it.
+        except BaseException:
+            replica.num_idle_losses = _MAX_IDLE_LOSSES  # it would be rejected again
             replica.link.kill()
             raise
         finally:

@@ -1,7 +1,9 @@
 """The replicas of a fleet: which are started, rejected, replaced, drained and added."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
 
@@ -125,7 +127,7 @@ def test_a_replacement_with_other_versions_or_weights_is_rejected_and_ended(
     replicas = replica_set(Processes(QuietLink(), QuietLink(), link))
     replicas.load_base_model("m")
     lost = lose(replicas, 1)
-    wait_for(replicas, lambda: not replicas._num_starting)
+    wait_for(replicas, lambda: not replicas.is_starting)
     assert message in str(lost.failure)
     assert (lost.state, link.has_ended.is_set()) == ("failed", True)
     assert [replica.number for replica in replicas.live()] == [0]
@@ -138,8 +140,29 @@ def test_a_replica_that_is_lost_while_it_starts_is_started_again(replica_set):
     wait_for(replicas, lambda: not replicas.replicas[1].is_lost)
     always = replica_set(Processes(QuietLink(), QuietLink(), *[died] * 9))
     lost = lose(always, 1)
-    wait_for(always, lambda: not always._num_starting)
+    wait_for(always, lambda: not always.is_starting)
     assert (lost.state, lost.failure) == ("failed", "the process has ended")
+
+
+def test_a_loss_that_is_not_yet_reported_does_not_seem_to_be_final(replica_set, monkeypatch):
+    replicas = replica_set(Processes(), 1)
+    is_reported = threading.Event()
+    report = replicas._handle_loss
+
+    def report_later(replica: Replica, error: ReplicaLostError) -> None:
+        is_reported.wait()
+        report(replica, error)
+
+    monkeypatch.setattr(replicas, "_handle_loss", report_later)
+    lost = replicas.replicas[0]
+    lost.link.kill()
+    while not lost.is_lost:
+        time.sleep(0.01)
+    with ThreadPoolExecutor(1) as thread:
+        live = thread.submit(replicas.live)
+        assert not wait([live], 0.2).done
+        is_reported.set()
+        assert [replica is not lost for replica in live.result(WAIT)] == [True]
 
 
 def test_a_replica_that_is_lost_while_the_others_start_is_replaced(replica_set):
@@ -170,7 +193,7 @@ def test_a_drained_replica_is_not_started_until_one_is_added(replica_set):
     replicas.load_base_model("m")
     for _ in range(2):
         replicas.add()
-        wait_for(replicas, lambda: not replicas._num_starting)
+        wait_for(replicas, lambda: not replicas.is_starting)
     assert [replica.state for replica in replicas.replicas] == ["running"] * 4
     assert all(replica.fingerprints == {"m": "a"} for replica in replicas.replicas)
     assert not any(replica.num_losses for replica in replicas.replicas)
