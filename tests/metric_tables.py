@@ -34,10 +34,7 @@ class Metric:
     """A row of a table."""
 
     pattern: str
-    unit: str
     definition: str
-    healthy: str
-    sick: str
 
     @cached_property
     def _expression(self) -> re.Pattern[str]:
@@ -51,19 +48,23 @@ class Metric:
 
 def metrics_in(text: str) -> tuple[Metric, ...]:
     """Return the rows of the tables between the marks. Raises ValueError without marks, or for a
-    row that does not have five cells.
+    row that does not have one cell for each cell of its header.
     """
     _, found_begin, rest = text.partition(BEGIN)
     tables, found_end, _ = rest.partition(END)
     if not (found_begin and found_end):
         raise ValueError(f"the page has no lines {BEGIN!r} and {END!r} around its tables")
     metrics = []
+    columns: list[str] = []
     for line in tables.splitlines():
-        if line.startswith("| `"):
-            cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-            if len(cells) != 5:
-                raise ValueError(f"this row has {len(cells)} cells, and not 5: {line}")
-            metrics.append(Metric(cells[0].strip("`"), *cells[1:]))
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if line.startswith("| metric "):
+            columns = cells
+        elif line.startswith("| `"):
+            if len(cells) != len(columns):
+                raise ValueError(f"this row has {len(cells)} cells, and not {len(columns)}: {line}")
+            row = dict(zip(columns, cells, strict=True))
+            metrics.append(Metric(row["metric"].strip("`"), row["definition"]))
     return tuple(metrics)
 
 
