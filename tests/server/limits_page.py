@@ -31,6 +31,7 @@ from planish.server.openai import (
 from planish.server.openai.models import MAX_CHARACTERS_PER_TOKEN, MAX_TOKENIZED_BYTES
 from planish.server.openai.openapi import openapi
 from planish.server.openai.requests import MAX_OPTION_BYTES
+from planish.wire.fields import MAX_ID_CHARACTERS, MAX_STRING_CHARACTERS
 
 _OPENING = """\
 # Limits
@@ -40,9 +41,8 @@ exceeds a limit gets status 400 and a message that names the field and the remed
 say otherwise. A rejected request changes nothing, except that a training request uses up its
 sequence number.
 
-This page is generated from the tables and constants with which the server checks requests
-(`python tests/server/limits_page.py > docs/operators/limits.md`). Tests fail for a field without a
-limit, and send each field at its limit and beyond it.
+`python tests/server/limits_page.py > docs/operators/limits.md` generates this page from the
+constants with which the server checks requests. Tests send each field at its limit and beyond it.
 """
 
 
@@ -61,7 +61,7 @@ def page() -> str:
         ),
         "## Images\n",
         _IMAGES,
-        _table(("what", "limit", "beyond it"), _image_rows()),
+        _table(("what", "limit"), _image_rows()),
         "",
         "## Constraints\n",
         _prose(
@@ -86,17 +86,25 @@ def page() -> str:
         _table(("what", "limit", "beyond it"), _adapter_rows()),
         "",
         _MODEL_FILES,
-        "## JSON requests\n",
+        "## JSON requests below /api/v1\n",
         _prose(
-            "`[]` stands for the items of a list, and `*` for the entries of an object. In `POST "
-            "/forward_backward`, `forward_input` is called `forward_backward_input`. `POST "
-            f"/planish/draw` takes {JSON_LIMITS['/planish/draw']['requests'].limit} in `requests`, "
-            "each with the fields of `/asample`. The tables leave out fields that take one of a few "
-            "values, and fields that are not read."
+            f"An id has at most {_ID_LIMIT}, and any other string at most {_STRING_LIMIT}, unless "
+            "the tables say otherwise. They leave out these fields, fields that take one of a few "
+            "values, and fields that are not read. `[]` stands for the items of a list, and `*` for "
+            "the entries of an object. In `forward_backward`, `forward_input` is called "
+            "`forward_backward_input`. `planish/draw` takes "
+            f"{JSON_LIMITS['/planish/draw']['requests'].limit} in `requests`, each with the fields "
+            "of `asample`."
         ),
         *_request_tables(_api_fields()),
-        "## Protobuf: POST /api/v1/forward_backward\n",
-        _grouped(_limits_in_words(PROTOBUF_LIMITS)),
+        "## Protobuf: forward_backward\n",
+        _grouped(
+            {
+                field: limit
+                for field, limit in _limits_in_words(PROTOBUF_LIMITS).items()
+                if not _CHOICE.fullmatch(limit)
+            }
+        ),
         "",
         "## Requests of OpenAI and Anthropic clients\n",
         _prose(
@@ -229,19 +237,19 @@ code of a model directory runs.
 _IMAGES = """\
 An image is one chunk of a prompt or of a training sequence. The server decodes at most two images
 at a time, and checks the size in the file's header before it decodes pixels. The largest image
-takes 64 MiB. A request that exceeds a limit is rejected before anything is computed.
+takes 64 MiB.
 """
 
 
-def _image_rows() -> list[tuple[str, str, str]]:
+def _image_rows() -> list[tuple[str, str]]:
     return [
-        ("images of a prompt or training sequence", f"{MAX_IMAGES}", "400"),
-        ("size of an image's file", f"{MAX_IMAGE_BYTES >> 20} MiB", "400"),
-        ("pixels of an image", f"{MAX_IMAGE_PIXELS:,}", "400"),
-        ("width and height of an image, in pixels", f"{MAX_IMAGE_SIDE:,}", "400"),
-        ("its longer side, divided by its shorter side", "200", "400"),
-        ("formats", "PNG without animation, JPEG; 8 bits per channel", "400"),
-        ("`expected_tokens`", "absent, or the number of the model's processor", "400"),
+        ("images of a prompt or training sequence", f"{MAX_IMAGES}"),
+        ("size of an image's file", f"{MAX_IMAGE_BYTES >> 20} MiB"),
+        ("pixels of an image", f"{MAX_IMAGE_PIXELS:,}"),
+        ("width and height of an image, in pixels", f"{MAX_IMAGE_SIDE:,}"),
+        ("its longer side, divided by its shorter side", "200"),
+        ("formats", "PNG without animation, JPEG; 8 bits per channel"),
+        ("`expected_tokens`", "absent, or the number of the model's processor"),
     ]
 
 
@@ -281,8 +289,7 @@ def _api_fields() -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for path, limits in JSON_LIMITS.items():
         if path != "/planish/draw":
-            method = "PUT" if path.endswith("/ttl") else "POST"
-            found[f"{method} /api/v1{path}"] = {
+            found[path.removeprefix("/")] = {
                 name.replace("forward_backward_input", "forward_input"): limit
                 for name, limit in _limits_in_words(limits).items()
             }
@@ -293,28 +300,50 @@ def _limits_in_words(limits: Mapping[str, Limit]) -> dict[str, str]:
     return {name: limit.limit for name, limit in limits.items() if limit.limit}
 
 
+_STRING_LIMIT = f"{MAX_STRING_CHARACTERS:,} characters"
+_ID_LIMIT = f"{MAX_ID_CHARACTERS} letters, digits and `_ . : -`"
+
 _CHOICE = re.compile(
     r"(`[^`]*`(, | )?(or )?)+|absent|empty|not read.*|true or false|(float32 or )?int64"
+    rf"|{re.escape(_STRING_LIMIT)}|{re.escape(_ID_LIMIT)}"
 )
 
 
 def _request_tables(requests: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Return the tables of these requests. A limit that a field has in several requests is listed
-    once, before the requests, and a request's own table has what differs. Fields are left out that
-    take one of a few values, or are not read.
+    once, before the requests, and the second table has what differs. Fields are left out that take
+    one of a few values, are not read, or have the usual limit of a string.
     """
     shared = _shared_limits(requests)
-    lines = ["Fields of several requests, for each request whose own table has no other limit:\n"]
-    lines += [_grouped(shared), ""]
-    for request, fields in requests.items():
-        own = {
-            name: limit
-            for name, limit in fields.items()
-            if not _CHOICE.fullmatch(limit) and shared.get(name) != limit
-        }
-        if own:
-            lines += [f"### {request}\n", _grouped(own), ""]
+    own = {
+        request: _rows_by_limit(
+            {
+                name: limit
+                for name, limit in fields.items()
+                if shared.get(name) != limit and (name in shared or not _CHOICE.fullmatch(limit))
+            }
+        )
+        for request, fields in requests.items()
+    }
+    short = {request: rows for request, rows in own.items() if len(rows) <= _MAX_SHARED_ROWS}
+    lines = [
+        "Fields of several requests:\n",
+        _grouped(shared),
+        "",
+        "Other fields, and limits that differ in one request:\n",
+        _table(
+            ("request", "fields", "limit"),
+            [(f"`{request}`", *row) for request, rows in short.items() for row in rows],
+        ),
+        "",
+    ]
+    for request in sorted(own.keys() - short.keys()):
+        lines += [f"### {request}\n", _table(("fields", "limit"), own[request]), ""]
     return lines
+
+
+_MAX_SHARED_ROWS = 5
+"""A request with more rows has a table of its own."""
 
 
 def _shared_limits(requests: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
@@ -328,13 +357,16 @@ def _shared_limits(requests: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     return {name: limit for name, (limit, count) in most_common.items() if count > 1}
 
 
-def _grouped(fields: Mapping[str, str]) -> str:
-    """Return a table with a row for each limit, which names the fields that have it."""
+def _rows_by_limit(fields: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return (fields, limit) for each limit."""
     by_limit: dict[str, list[str]] = {}
     for name, limit in fields.items():
         by_limit.setdefault(limit, []).append(f"`{name}`" if name else "the body")
-    rows = [(", ".join(names), limit) for limit, names in by_limit.items()]
-    return _table(("fields", "limit"), rows)
+    return [(", ".join(names), limit) for limit, names in by_limit.items()]
+
+
+def _grouped(fields: Mapping[str, str]) -> str:
+    return _table(("fields", "limit"), _rows_by_limit(fields))
 
 
 def openai_fields() -> dict[str, dict[str, str]]:

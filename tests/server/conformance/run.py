@@ -113,11 +113,15 @@ def probed(sdk: Sdk, python: Path, server: ServerProcess, hub: Path) -> dict[str
 
 
 def table(results: Mapping[str, Mapping[str, Outcome]]) -> str:
-    """Markdown: a column an SDK, and a row for the methods of a client with the same outcomes."""
+    """Markdown: a column for each SDK, and a row for the methods of a client with the same outcomes.
+    Methods that work in each SDK that has them are left out.
+    """
     lines = [f"| | {' | '.join(results)} |", f"|---|{'---|' * len(results)}"]
     rows: defaultdict[tuple[str, ...], list[Probe]] = defaultdict(list)
     for probe in ordered():
         statuses = [found[probe.name].status for found in results.values()]
+        if set(statuses) <= {WORKS, NOT_APPLICABLE}:
+            continue
         client = probe.method.partition(".")[0]
         rows[client, *(_CELLS.get(status, status) for status in statuses)].append(probe)
     lines += [
