@@ -35,8 +35,9 @@ _TESTED = {_NATIVE, _BY_TRANSFORMERS, _REFUSED}
 _SPECIFIC = (
     (r"^\S+ is a convolution", "a module is a convolution"),
     (r" \([A-Z]\w+\)(?=,)", ""),
-    (r"(?<=without values) \(.*", ", so planish cannot find out how it uses attention"),
-    (r" \(\w+Error: .*", ""),
+    (r"(?<=without values) \(.*", ""),
+    (r" \((\w+Error: |model\.layers\.).*", ""),
+    (r", (and|so) planish (runs layers|needs|has only|cannot).*", ""),
 )
 """What `general_reason` replaces, and by what."""
 
