@@ -88,12 +88,12 @@ def table() -> dict[tuple[str, ...], dict[str, bool]]:
     text = PAGE.read_text().partition("the table of layouts begins")[2]
     lines = text.partition("<!--")[0].strip().splitlines()
     lines = [line for line in lines if line.startswith("|")]
-    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    _, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {
-        tuple(cells[0].replace("`", "").split(", ")): dict(
-            zip(head[2:], [cell == "yes" for cell in cells[2:]], strict=True)
-        )
-        for cells in rows
+        tuple(columns.replace("`", "").split(", ")): {
+            purpose: purpose in uses.split(", ") for purpose in PURPOSES
+        }
+        for columns, _, uses in rows
     }
 
 
