@@ -41,7 +41,6 @@ NOT_RUN = {
     "reference/sandbox.md": "it needs a sandbox: tests/sandbox/test_program_tests.py runs it "
     "where there is one",
 }
-SLOW = {"reference/metrics.md"}
 
 FENCE = re.compile(r"^```(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"python -m (planish\.recipes\.\w+)((?:\\\n|[^\n`])*)")
@@ -118,11 +117,7 @@ def reader(tmp_path_factory, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(
-            page,
-            id=f"{page}: {len(blocks)} blocks",
-            marks=pytest.mark.slow if page in SLOW else (),
-        )
+        pytest.param(page, id=f"{page}: {len(blocks)} blocks")
         for page in PAGES
         if page not in NOT_RUN and (blocks := blocks_of((DOCS / page).read_text()))
     ],
@@ -188,7 +183,6 @@ def test_pages_that_are_not_run_exist_and_have_blocks():
         assert blocks_of((DOCS / page).read_text()), (
             f"{page} has nothing that could be run: take it off the list"
         )
-    assert set(PAGES) >= SLOW
 
 
 def planish_commands_of(text: str) -> list[list[str]]:
