@@ -118,11 +118,8 @@ def page() -> str:
             "turn. An answer may need "
             f"{protocol.MAX_ANSWER_BYTES >> 20:,} MiB of memory, estimated from `n`, the maximum "
             "number of tokens and the logprobs per token. A request for more gets status 400. `GET "
-            "/openapi.json` has all fields of all requests with their limits, and the table those that "
-            "several requests have."
+            "/openapi.json` has all fields with their limits."
         ),
-        _grouped(_shared_limits(openai_fields())),
-        "",
         "## Paths, queries and headers\n",
         _table(
             ("what", "limit", "beyond it"),
