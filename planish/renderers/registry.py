@@ -1,4 +1,25 @@
-"""Renderers by name."""
+"""Renderers by name.
+
+A renderer gives the same tokens as the renderer of the same name in tinker-cookbook 0.6.1. Where
+the cookbook departs from the model's own chat template, planish follows the template:
+
+* qwen3_5: the cookbook drops the reasoning of tool steps that belong to the current turn.
+* qwen3_5_preserve_thinking: the cookbook writes no empty think blocks in history, and arguments
+  such as True and None as Python does, where the template of Qwen3.6 writes JSON.
+* qwen3_5*, qwen3_8_*: the cookbook writes a tool's specification in the caller's form. planish
+  writes {"type": "function", "function": {...}}.
+* qwen3_vl: the cookbook writes reasoning without line breaks, and each tool result in a turn of its
+  own. planish writes both as in qwen3.
+* gpt_oss_*: the cookbook keeps the reasoning of earlier turns, writes an empty system message, and
+  declares tools in another layout, with a system message of its own.
+* deepseekv3*: the cookbook leaves out the end of sentence after a tool call without text.
+* deepseekv3_thinking: the cookbook accepts tools, which DeepSeek supports only without thinking.
+* nemotron3*: the cookbook trims strings of users and tools.
+
+A string that begins with a complete <think> block is reasoning in planish, in every format that
+thinks. In the cookbook this depends on the renderer. The cookbook encodes images as JPEG; planish
+keeps the file or encodes as PNG.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
