@@ -89,10 +89,14 @@ All these rows share one read of the keys. At this size the tensor cores are sti
 """
 _PARTS = 8
 """The number of parts that are combined at a time."""
-_PREFILL_CUTS = ((128, 64, 8, 3), (64, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))
+_PREFILL_CUTS = (
+    *((128, 64, 8, 3), (128, 32, 8, 5), (64, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+    (16, 16, 4, 1),
+)
 """The rows, keys, warps and stages of a prefill block in bf16, the largest first.
 
-Two warp groups share a block of 128 rows. With 99 KiB of shared memory (RTX 3090, 4090, 5090), one
+Two warp groups share a block of 128 rows. An A100 has the memory for the first candidate, but would
+spill registers with head_dim 128, as 4 warps do with head_dim 256. With 99 KiB of shared memory (RTX 3090, 4090, 5090), one
 program fits on a multiprocessor, and the second candidate gives each scheduler two warps.
 """
 
@@ -365,6 +369,8 @@ class Heads:
         cuts = [
             cut for cut in _PREFILL_CUTS if self.block_e <= 128 or (cut[0] <= 64 and cut[1] <= 32)
         ]
+        if self.shared < HOPPER_SHARED:
+            cuts = {128: cuts[1:], 256: [(64, 32, 8, 2), *cuts]}.get(self.block_e, cuts)
         fitting = (cut for cut in cuts if self._fits(_tile(cut[0]), cut[1], cut[3]))
         return next(fitting, cuts[-1])
 

@@ -130,13 +130,16 @@ def tiles_for(dtype: torch.dtype, head_dim: int, group: int, shared: int = HOPPE
             else ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1))
         )  # fmt: skip
         return _tiles(least, forward, queries, keys)
-    tried = (_tiles(least, *cuts) for cuts in _CUTS[max(64, width)])
+    candidates = _CUTS[max(64, width)]
+    if width == 128 and shared < HOPPER_SHARED:
+        candidates = candidates[1:]  # An A100 has the memory for these, but spills registers.
+    tried = (_tiles(least, *cuts) for cuts in candidates)
     fitting = (
         tiles
         for tiles in tried
         if _most_shared(tiles, width, dtype.itemsize) <= shared - SHARED_MARGIN
     )
-    return next(fitting, _tiles(least, *_CUTS[max(64, width)][-1]))
+    return next(fitting, _tiles(least, *candidates[-1]))
 
 
 _Cut = tuple[int, int, int, int]
@@ -147,21 +150,22 @@ _CUTS: dict[int, tuple[tuple[_Cut, _Cut, _Cut], ...]] = {
     ),
     128: (
         ((128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
+        ((128, 32, 8, 3), (128, 32, 8, 3), (64, 64, 8, 2)),
         ((64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2)),
         ((64, 32, 4, 2), (64, 32, 4, 1), (32, 64, 4, 1)),
     ),
     256: (
         ((128, 32, 8, 2), (128, 32, 8, 2), (16, 64, 8, 2)),
-        ((64, 32, 4, 1), (64, 32, 4, 1), (16, 64, 8, 2)),
+        ((64, 32, 8, 1), (64, 32, 8, 1), (16, 64, 8, 2)),
         ((32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1)),
     ),
 }
 """The candidate tiles for bf16 by head width EP, the largest first.
 
 Each candidate gives (queries, keys, warps, stages) of `forward`, `backward_queries` and
-`backward_keys`. The candidates are for 227 KiB of shared memory (H100; A100 up to a width of 128),
-99 KiB (RTX 3090, 4090, 5090) and 64 KiB (MI300). With 99 KiB, one program fits on a
-multiprocessor, so at a width of 128 it has 8 warps: two for each scheduler, without spills.
+`backward_keys`. The candidates are for 227 KiB of shared memory (H100), 163 KiB (A100, if its best
+tiles differ), 99 KiB (RTX 3090, 4090, 5090) and 64 KiB (MI300). With 99 KiB, one program fits on a
+multiprocessor, so from a width of 128 it has 8 warps: two for each scheduler, without spills.
 """
 
 

@@ -76,12 +76,13 @@ def test_split_attention_of_a_row_is_combined_for_any_number_of_programs(device,
     assert not found[2].any()
 
 
-@pytest.mark.parametrize("head_dim", [16, 80])
-def test_prefill_blocks_attend_causally(device, head_dim):
+@pytest.mark.parametrize(("head_dim", "kib"), [(16, 227), (80, 227), (80, 163)])
+def test_prefill_blocks_attend_causally(device, head_dim, kib):
     kept, bases = pools(device, torch.bfloat16, (2, 1, 128, head_dim))
     blocks = table(Block, [(0, 1, 128, 70, 3, 5), (0, 0, 128, 0, 0, 2)], device)
     q = torch.randn(9, 3, head_dim, dtype=torch.bfloat16, device=device)
-    found = decode_kernels.prefill(Heads(1, 3, head_dim, torch.bfloat16), blocks, bases, q)
+    heads = Heads(1, 3, head_dim, torch.bfloat16, kib << 10)
+    found = decode_kernels.prefill(heads, blocks, bases, q)
     for row, slot, position in ((0, 0, 0), (1, 0, 1), (3, 1, 70), (7, 1, 74)):
         keys, values = kept[0][:, slot, 0, : position + 1].float()
         expected = (q[row].float() @ keys.T * head_dim**-0.5).softmax(-1) @ values
@@ -96,12 +97,12 @@ def test_block_sizes_follow_the_shared_memory_of_a_gpu():
          heads.prefill_options["num_stages"], heads.decode_options["num_stages"],
          heads.decode_options["num_warps"])
         for size in (128, 256)
-        for shared in (232_448, 101_376, 65_536)
+        for shared in (232_448, 166_912, 101_376, 65_536)
         for heads in [Heads(8, 4, size, torch.bfloat16, shared)]
     ]  # fmt: skip
     assert found == [
-        (128, 64, 3, 4, 4), (64, 64, 2, 3, 4), (64, 32, 2, 2, 4),
-        (64, 32, 2, 3, 4), (64, 32, 2, 3, 8), (32, 32, 1, 2, 8),
+        (128, 64, 3, 4, 4), (128, 32, 5, 4, 4), (64, 64, 2, 3, 4), (64, 32, 2, 2, 4),
+        (64, 32, 2, 3, 4), (64, 32, 2, 2, 4), (64, 32, 2, 3, 8), (32, 32, 1, 2, 8),
     ]  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from planish.model.sequences.prefix_tree import MicroBatch, pack
 from planish.testing import tiny_model
 from planish.types import Datum, LoraConfig, ModelInput, TensorData
 
+common = pytest.importorskip("planish.model.kernels.triton.common")
 triton_forest = pytest.importorskip("planish.model.kernels.triton.tree_kernels")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -97,19 +98,22 @@ def test_gpu_prefix_tree_attention_equals_dense_masked_attention(name: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "dtype"),
+    ("heads", "kv_heads", "size", "dtype", "kib"),
     [
-        (2, 2, 16, torch.float32),
-        (4, 1, 20, torch.float32),
-        (3, 1, 16, torch.bfloat16),
-        (8, 2, 128, torch.bfloat16),
-        (3, 1, 80, torch.bfloat16),
-        (2, 1, 256, torch.bfloat16),
+        (2, 2, 16, torch.float32, 227),
+        (4, 1, 20, torch.float32, 227),
+        (3, 1, 16, torch.bfloat16, 227),
+        (8, 2, 128, torch.bfloat16, 227),
+        (8, 2, 128, torch.bfloat16, 163),
+        (3, 1, 80, torch.bfloat16, 99),
+        (2, 1, 256, torch.bfloat16, 227),
+        (2, 1, 256, torch.bfloat16, 99),
     ],
 )
 def test_every_group_head_size_and_dtype_equals_dense_attention(
-    heads: int, kv_heads: int, size: int, dtype: torch.dtype
+    heads: int, kv_heads: int, size: int, dtype: torch.dtype, kib: int, monkeypatch
 ):
+    monkeypatch.setattr(common, "shared_memory", lambda _: kib << 10)
     micro_batch = nested(1, 12)
     inputs = tensors(len(micro_batch), heads, kv_heads, size, dtype)
     expected = gradients(dense_mask_attention(micro_batch, DEVICE), inputs)
