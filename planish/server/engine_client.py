@@ -8,7 +8,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -48,24 +48,58 @@ _NUM_SUBMIT_THREADS = 4
 _NUM_LOAD_THREADS = 8
 
 
+class EngineThreads:
+    """The threads in which slow calls of the engine run. There are two pools, so that a call that
+    loads a model or reads a disk cannot delay the submission of other operations.
+    """
+
+    def __init__(self, note_error: Callable[[Exception], None]) -> None:
+        """`note_error` is called with each error that a call raises."""
+        self._note_error = note_error
+        self._submitting = ThreadPoolExecutor(
+            _NUM_SUBMIT_THREADS, thread_name_prefix="planish-submit"
+        )
+        self._loading = ThreadPoolExecutor(_NUM_LOAD_THREADS, thread_name_prefix="planish-load")
+
+    async def run(self, work: Callable[[], R]) -> R:
+        """Return `work()`, which loads a model, or reads or writes files of the data directory."""
+        return await self._run_in_pool(self._loading, work)
+
+    async def submit(self, work: Callable[[], R]) -> R:
+        """Return `work()`, which queues an operation and does not wait for the disk."""
+        return await self._run_in_pool(self._submitting, work)
+
+    def close(self) -> None:
+        """Take no more calls."""
+        self._submitting.shutdown(wait=False)
+        self._loading.shutdown(wait=False)
+
+    async def _run_in_pool(self, threads: Executor, work: Callable[[], R]) -> R:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, work)
+        except Exception as error:
+            if str(error).startswith("cannot schedule new futures"):
+                raise EngineClosedError("the server is stopping") from error
+            self._note_error(error)
+            raise
+
+
 class EngineCheckpoints:
     """Calls of the engine that read and write the files of checkpoints."""
 
-    def __init__(
-        self, engine: HostedEngine, run_in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]
-    ) -> None:
+    def __init__(self, engine: HostedEngine, threads: EngineThreads) -> None:
         self._engine, self._administration = engine, engine.administration
-        self._run_in_thread = run_in_thread
+        self._threads = threads
 
     async def info(self, path: str) -> CheckpointInfo:
         """Return a checkpoint's base model, LoRA configuration and description."""
-        return await self._run_in_thread(lambda: self._engine.checkpoint_info(path))
+        return await self._threads.run(lambda: self._engine.checkpoint_info(path))
 
     async def paths(self) -> list[str]:
         """Return the paths of all checkpoints on disk, including damaged ones and the private
         copies that the server makes for itself.
         """
-        return await self._run_in_thread(self._administration.checkpoint_paths)
+        return await self._threads.run(self._administration.checkpoint_paths)
 
     async def exists(self, path: str) -> bool:
         """Return whether there is such a checkpoint."""
@@ -77,7 +111,7 @@ class EngineCheckpoints:
 
     async def copy(self, source: str, destination: str, ttl_seconds: int | None = None) -> None:
         """Copy a checkpoint, and replace any checkpoint at `destination`."""
-        await self._run_in_thread(
+        await self._threads.run(
             lambda: self._administration.copy_checkpoint(
                 source, destination, ttl_seconds, overwrite=True
             )
@@ -87,7 +121,7 @@ class EngineCheckpoints:
         """Make a private copy of a checkpoint for the server. The copy has no metadata, because
         metadata may be large and cannot be shared by hard links.
         """
-        await self._run_in_thread(
+        await self._threads.run(
             lambda: self._administration.copy_checkpoint(
                 source, destination, overwrite=True, keep_metadata=False
             )
@@ -95,17 +129,15 @@ class EngineCheckpoints:
 
     async def set_ttl(self, path: str, ttl_seconds: int | None) -> None:
         """Set the time to live of a checkpoint."""
-        await self._run_in_thread(
-            lambda: self._administration.set_checkpoint_ttl(path, ttl_seconds)
-        )
+        await self._threads.run(lambda: self._administration.set_checkpoint_ttl(path, ttl_seconds))
 
     async def files(self, path: str) -> Mapping[str, Path]:
         """Return the files of a checkpoint by name."""
-        return await self._run_in_thread(lambda: self._administration.checkpoint_files(path))
+        return await self._threads.run(lambda: self._administration.checkpoint_files(path))
 
     async def clear_leftovers(self) -> None:
         """Delete files of interrupted writes."""
-        await self._run_in_thread(self._administration.clear_leftovers)
+        await self._threads.run(self._administration.clear_leftovers)
 
     async def delete(self, path: str) -> None:
         """Delete a checkpoint, if it exists."""
@@ -116,7 +148,7 @@ class EngineCheckpoints:
             except CheckpointError:
                 return
 
-        await self._run_in_thread(delete)
+        await self._threads.run(delete)
 
 
 class EngineClient:
@@ -130,23 +162,16 @@ class EngineClient:
         self.base_models = tuple(base_models)
         engine.administration.keep_expired_checkpoints()
         self._engine, self._administration = engine, engine.administration
-        self.checkpoints = EngineCheckpoints(engine, self.run_in_thread)
+        self.threads = EngineThreads(self._note_error)
+        self.checkpoints = EngineCheckpoints(engine, self.threads)
         self.checks_inline = engine.checks_inline
         """Whether the event loop may call `check_sample_inline`."""
         self._data_dir_pattern = re.compile(rf"{re.escape(str(data_dir))}(/|(?![\w.-]))")
-        # There are two pools, so that a call that loads a model or reads a disk cannot delay the
-        # submission of other operations.
-        self._submit_threads = ThreadPoolExecutor(
-            _NUM_SUBMIT_THREADS, thread_name_prefix="planish-submit"
-        )
         self.fault: str | None = None
         """The error that stopped the engine; None while the engine works."""
         self.is_healthy = False
         """Whether clients may send requests, and the engine works."""
         self._is_closed = False
-        self._load_threads = ThreadPoolExecutor(
-            _NUM_LOAD_THREADS, thread_name_prefix="planish-load"
-        )
 
     def accept_requests(self, accepts: bool) -> None:
         """Let clients send requests from now on, or no more. The server calls this at the end of
@@ -181,10 +206,8 @@ class EngineClient:
         """
         compiled = await self._compiled_constraint(operation)
         is_slow = isinstance(operation, CreateModel | CreateSampler | LoadWeights)
-        future = await self._run_in_pool(
-            self._load_threads if is_slow else self._submit_threads,
-            lambda: self._engine.submit(operation),
-        )
+        run = self.threads.run if is_slow else self.threads.submit
+        future = await run(lambda: self._engine.submit(operation))
         del compiled  # Kept until here, so that the submission finds it compiled.
         future.add_done_callback(self._note_outcome)
         return asyncio.wrap_future(future)
@@ -206,20 +229,16 @@ class EngineClient:
         requests of others. If this call is cancelled, the compilation is ended.
         """
         compiled = await self._compiled_constraint(operation, base_model)
-        await self.run_in_thread(lambda: self._engine.check_sample(base_model, operation))
+        await self.threads.run(lambda: self._engine.check_sample(base_model, operation))
         del compiled  # Kept until here, so that the check finds it compiled.
 
     async def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
         """Return the memory that an adapter takes for training and for sampling."""
-        return await self.run_in_thread(
-            lambda: self._administration.adapter_bytes(base_model, lora)
-        )
+        return await self.threads.run(lambda: self._administration.adapter_bytes(base_model, lora))
 
     async def weights_fingerprint(self, base_model: str) -> str:
         """Return a hash of a base model's weight files."""
-        return await self.run_in_thread(
-            lambda: self._administration.weights_fingerprint(base_model)
-        )
+        return await self.threads.run(lambda: self._administration.weights_fingerprint(base_model))
 
     def preemptions(self) -> tuple[int, int]:
         """Return the number of preemptions of samples so far, and the number of preempted samples
@@ -229,7 +248,7 @@ class EngineClient:
 
     async def tokenizer_directory(self, base_model: str) -> Path:
         """Return the directory of a base model's tokenizer."""
-        return await self.run_in_thread(lambda: self._engine.tokenizer_directory(base_model))
+        return await self.threads.run(lambda: self._engine.tokenizer_directory(base_model))
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
         """Return the base models that are served."""
@@ -241,9 +260,8 @@ class EngineClient:
     async def close(self) -> None:
         """Close the engine. Unfinished operations end with EngineClosedError."""
         self._is_closed = True
-        await self.run_in_thread(lambda: self._engine.close(finish=False))
-        self._submit_threads.shutdown(wait=False)
-        self._load_threads.shutdown(wait=False)
+        await self.threads.run(lambda: self._engine.close(finish=False))
+        self.threads.close()
 
     def fail(self, fault: str) -> None:
         """Record that the engine has failed, and log the fault. Only the first fault counts."""
@@ -272,26 +290,13 @@ class EngineClient:
         """
         if not isinstance(operation, Sample) or operation.sampling_params.constraint is None:
             return None
-        future = await self.run_in_thread(
+        future = await self.threads.run(
             lambda: self._engine.prepare_constraint(operation, base_model)
         )
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), CHECK_TIMEOUT_SECONDS)
         except TimeoutError:
             raise timeout_error(operation.sampling_params.constraint) from None
-
-    async def run_in_thread(self, work: Callable[[], R]) -> R:
-        """Return `work()`, which reads or writes files of the data directory, in a thread."""
-        return await self._run_in_pool(self._load_threads, work)
-
-    async def _run_in_pool(self, threads: Executor, work: Callable[[], R]) -> R:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(threads, work)
-        except Exception as error:
-            if str(error).startswith("cannot schedule new futures"):
-                raise EngineClosedError("the server is stopping") from error
-            self._note_error(error)
-            raise
 
     def _hide_directory(self, error: BaseException) -> None:
         def hidden(value: Any) -> Any:

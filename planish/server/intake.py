@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from planish.errors import shortened
 from planish.server.durable import journal
-from planish.server.durable.crash_points import crash_point
 from planish.server.durable.failed_requests import FailedRequests
 from planish.server.durable.journal import RequestRow
 from planish.server.durable.request_log import RequestLog, TenantLimits
@@ -95,7 +94,6 @@ class Intake:
         if is_rejected:
             self._failed_requests.add(row.tenant, row.message)
         self._counters.accepted_requests[row.kind] += 1
-        crash_point("before acknowledging")
         return True
 
     def check_capacity(self, tenant: str, size: int) -> None:

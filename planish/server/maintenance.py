@@ -100,7 +100,7 @@ class Recovery:
         for row in unanswered:
             self._resume(row)
         for model in self._models.open_models():
-            model.wake()
+            model.worker.wake()
         session_ids = {row.session for row in (*models, *samplers)}
         for session_id in session_ids:
             sessions.close_members_if_ended(session_id)
@@ -188,7 +188,7 @@ class Recovery:
                 model is not None and seq is not None and (model.id, seq) in self._repeatable_loads
             )
             if model is not None and (is_loaded or path == model.row.snapshot):
-                model.adapter.private_paths.add(path)
+                model.adapter.private_checkpoints.paths.add(path)
             else:
                 try:
                     await self._engine.checkpoints.delete(path)

@@ -343,8 +343,7 @@ class Samplers:
         sampler.last_used = time.time()
         is_unsaved = sampler.row.source is None
         if is_unsaved and sampler.model is not None and not self.is_loaded(sampler):
-            async with self._cache.pinned(sampler.model):
-                pass  # loading the model publishes the sampler again
+            await self._cache.load(sampler.model)  # this publishes the sampler again
         try:
             async with self._cache.pinned(sampler):
                 yield

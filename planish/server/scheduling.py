@@ -258,7 +258,9 @@ class CachedAdapter(Protocol):
 
 
 @dataclass(eq=False)
-class _CacheEntry:
+class CacheEntry:
+    """An adapter that is in memory, being loaded or unloaded, or wanted in memory."""
+
     adapter: CachedAdapter
     is_loaded: bool = False
     reserved_bytes: int = 0
@@ -285,7 +287,7 @@ class AdapterCache:
         """`budget` is the limit in bytes. `counters` counts loads and unloads."""
         self._counters = counters
         self._budget = budget
-        self._entries: dict[str, _CacheEntry] = {}
+        self._entries: dict[str, CacheEntry] = {}
         self._changed = asyncio.Event()
         self._memory_lock = asyncio.Lock()
         """Held by the one caller that waits for memory to be freed. Later callers wait for the
@@ -317,9 +319,9 @@ class AdapterCache:
         return entry is not None and entry.is_ready
 
     @asynccontextmanager
-    async def pinned(self, adapter: CachedAdapter) -> AsyncGenerator[None]:
-        """Keep an adapter in memory for the block. If `load` raises, its error is raised here, and
-        the adapter is not loaded.
+    async def pinned(self, adapter: CachedAdapter) -> AsyncGenerator[CacheEntry]:
+        """Keep an adapter in memory for the block, and yield its entry. If `load` raises, its error
+        is raised here, and the adapter is not loaded.
         """
         entry = self._entry(adapter)
         entry.num_pins += 1
@@ -328,13 +330,18 @@ class AdapterCache:
                 await asyncio.shield(
                     entry.transition or self._start_transition(entry, self._load(entry))
                 )
-            yield
+            yield entry
         finally:
             entry.num_pins -= 1
             entry.last_used = time.monotonic()
             if entry.must_leave and entry.is_idle:
                 self._start_transition(entry, self._evict(entry))
             self._notify(entry)
+
+    async def load(self, adapter: CachedAdapter) -> None:
+        """Load an adapter, unless it is in memory. It may be evicted at once."""
+        async with self.pinned(adapter):
+            pass
 
     def insert_loaded(self, adapter: CachedAdapter) -> None:
         """Insert an adapter that is in memory already. The cache may exceed its budget until
@@ -357,11 +364,6 @@ class AdapterCache:
             entry.must_leave = True
             await self._unload(entry)
 
-    def must_leave(self, adapter: CachedAdapter) -> bool:
-        """Return whether `evict` waits until an adapter is no longer in use."""
-        entry = self._entries.get(adapter.id)
-        return entry is not None and entry.must_leave
-
     async def unload_idle(self, seconds: float) -> None:
         """Unload adapters that were idle for `seconds`. Then unload the least recently used
         adapters until the others fit the budget.
@@ -373,12 +375,10 @@ class AdapterCache:
                 await self._unload(entry)
                 used_bytes = self.used_bytes
 
-    def _entry(self, adapter: CachedAdapter) -> _CacheEntry:
-        return self._entries.setdefault(adapter.id, _CacheEntry(adapter))
+    def _entry(self, adapter: CachedAdapter) -> CacheEntry:
+        return self._entries.setdefault(adapter.id, CacheEntry(adapter))
 
-    def _start_transition(
-        self, entry: _CacheEntry, work: Coroutine[Any, Any, R]
-    ) -> asyncio.Task[R]:
+    def _start_transition(self, entry: CacheEntry, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
         async def run() -> R:
             try:
                 return await work
@@ -392,7 +392,7 @@ class AdapterCache:
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return task
 
-    def _notify(self, entry: _CacheEntry) -> None:
+    def _notify(self, entry: CacheEntry) -> None:
         """Wake the callers that wait for memory, and drop the entry if nothing uses it."""
         if (
             not (entry.is_loaded or entry.num_pins or entry.transition)
@@ -401,7 +401,7 @@ class AdapterCache:
             del self._entries[entry.adapter.id]
         self._changed.set()
 
-    async def _load(self, entry: _CacheEntry) -> None:
+    async def _load(self, entry: CacheEntry) -> None:
         if entry.adapter.memory_bytes:
             await self._reserve_memory(entry)
             if not entry.num_pins:  # all callers were cancelled while they waited for memory
@@ -414,7 +414,7 @@ class AdapterCache:
         entry.is_loaded = True
         self._counters.adapter_loads += 1
 
-    async def _reserve_memory(self, entry: _CacheEntry) -> None:
+    async def _reserve_memory(self, entry: CacheEntry) -> None:
         """Evict adapters until there is memory for the entry, and reserve it. Callers get memory
         in the order in which they asked. The wait ends early if the entry is no longer pinned.
         """
@@ -431,19 +431,19 @@ class AdapterCache:
             if entry.num_pins:
                 entry.reserved_bytes = needed_bytes
 
-    def _evictable_entries(self) -> list[_CacheEntry]:
+    def _evictable_entries(self) -> list[CacheEntry]:
         """Return the entries that may be evicted and take memory, the least recently used one
         first.
         """
         idle = [entry for entry in self._entries.values() if entry.is_idle and entry.reserved_bytes]
         return sorted(idle, key=lambda entry: entry.last_used)
 
-    async def _unload(self, entry: _CacheEntry) -> bool:
+    async def _unload(self, entry: CacheEntry) -> bool:
         return entry.is_idle and await asyncio.shield(
             self._start_transition(entry, self._evict(entry))
         )
 
-    async def _evict(self, entry: _CacheEntry) -> bool:
+    async def _evict(self, entry: CacheEntry) -> bool:
         try:
             await entry.adapter.unload()
         except Exception:

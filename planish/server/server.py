@@ -46,7 +46,7 @@ from planish.errors import EngineClosedError
 from planish.processes.memory import resident_bytes
 from planish.server.durable import base_weights
 from planish.server.durable.checkpoint_maintenance import CheckpointMaintenance
-from planish.server.durable.checkpoints import CheckpointCatalog
+from planish.server.durable.checkpoints import CheckpointCatalog, CheckpointDownloads
 from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.expiry_clock import ExpiryClock
 from planish.server.durable.failed_requests import FailedRequests
@@ -70,7 +70,7 @@ from planish.server.samplers import Samplers
 from planish.server.sampling import Sampling
 from planish.server.scheduling import AdapterCache, FairQueue
 from planish.server.session_timeline import Timelines
-from planish.server.sessions import SESSION_ENDED, Sessions
+from planish.server.sessions import SESSION_ENDED, SessionMembers, Sessions
 from planish.server.settings import ServerSettings
 from planish.server.settle import Settlement
 from planish.server.stored_runs import StoredRuns
@@ -113,6 +113,8 @@ class Server:
         self.adapter_cache = AdapterCache(settings.adapter_memory_bytes, self.counters)
         self.expiry_clock = ExpiryClock()
         self.checkpoints = CheckpointCatalog(self.engine, self.store, settings)
+        links = LinkSigner(data_dir)
+        self.downloads = CheckpointDownloads(self.checkpoints, self.engine, links)
         self.checkpoint_maintenance = CheckpointMaintenance(
             self.checkpoints, self.engine, self.store, settings, self.expiry_clock
         )
@@ -145,7 +147,7 @@ class Server:
         )
         # What the requests use.
         self.sessions = Sessions(
-            self.store, settings, self.intake.check_disk, self._close_functions
+            self.store, settings, self.intake.check_disk, SessionMembers(self._close_functions)
         )
         self.samplers = Samplers(
             self.store,
@@ -191,9 +193,7 @@ class Server:
             self.intake,
             self.models.run_lock,
         )
-        self.timelines = Timelines(
-            self.store, self.sessions, self.request_log, LinkSigner(data_dir)
-        )
+        self.timelines = Timelines(self.store, self.sessions, self.request_log, links)
         self.cleanup = Cleanup(
             self.store,
             self.sessions,
@@ -219,13 +219,7 @@ class Server:
         self._background_tasks: list[asyncio.Task[None]] = []
 
     def _turns(self, queue: FairQueue) -> Turns:
-        return Turns(
-            queue,
-            self.adapter_cache,
-            self.crash_guard,
-            self.request_log.disk_faults,
-            self.stopping,
-        )
+        return Turns(queue, self.crash_guard, self.stopping)
 
     def _make_model(
         self, row: ModelRow, queue: RequestQueue[QueueItem], unload_seq: int | None
@@ -234,6 +228,7 @@ class Server:
         model = ModelActor(
             adapter,
             self.request_log,
+            self.adapter_cache,
             self._training_turns,
             self._steps,
             self.settlement,

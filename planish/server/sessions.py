@@ -72,6 +72,49 @@ off.
 _log = logging.getLogger(__name__)
 
 
+class SessionMembers:
+    """Closes the models and samplers of ended sessions in the background."""
+
+    def __init__(
+        self, close_functions: Callable[[str], Sequence[Callable[[], Awaitable[None]]]]
+    ) -> None:
+        """`close_functions(session_id)` returns the functions that close the session's models and
+        samplers, one function each.
+        """
+        self._close_functions = close_functions
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def close(self, session_id: str) -> None:
+        """Close the models and samplers of a session. Each model first runs the requests that it
+        has accepted.
+        """
+        task = asyncio.create_task(self._close_all(session_id), name=f"end of session {session_id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def wait_until_closed(self) -> None:
+        """Wait until the models and samplers of all ended sessions are closed."""
+        await asyncio.gather(*self._tasks)
+
+    async def stop(self) -> None:
+        """Stop closing models and samplers; the next start resumes it."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _close_all(self, session_id: str) -> None:
+        for close in self._close_functions(session_id):
+            try:
+                await close()
+            except EngineClosedError:
+                return
+            except Exception:
+                _log.exception(
+                    "a part of session %s could not be removed; the next start tries again",
+                    session_id,
+                )
+
+
 class Sessions:
     """The open sessions of a server."""
 
@@ -80,20 +123,16 @@ class Sessions:
         store: Store,
         settings: TenantSettings,
         check_disk: Callable[[int], None],
-        close_functions: Callable[[str], Sequence[Callable[[], Awaitable[None]]]],
+        members: SessionMembers,
     ) -> None:
-        """`check_disk(size)` raises Unavailable if the disk has no space for `size` bytes.
-        `close_functions(session_id)` returns the functions that close the session's models and
-        samplers, one function each.
-        """
+        """`check_disk(size)` raises Unavailable if the disk has no space for `size` bytes."""
         self._store = store
         self._settings = settings
         self._check_disk = check_disk
-        self._close_functions = close_functions
+        self.members = members
         self._open_rows: dict[str, SessionRow] = {}
         self._last_seen: dict[str, float] = {}
         """The times of last requests that are not on disk yet, by session id."""
-        self._closing_tasks: set[asyncio.Task[None]] = set()
         self._creation_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Locks by session id. A caller holds the lock while it creates the session."""
         self._last_check = self._running_since = time.monotonic()
@@ -201,48 +240,20 @@ class Sessions:
             update_row, SessionRow, session_id, ended=now, reason=reason
         )
         crash_point("session ended before cleaning")
-        self.close_members(session_id)
+        self.members.close(session_id)
 
     def close_members_if_ended(self, session_id: str) -> None:
         """Clear a session if it ended while one of its models or samplers was being created."""
         if session_id not in self._open_rows:
-            self.close_members(session_id)
-
-    def close_members(self, session_id: str) -> None:
-        """Close the models and samplers of an ended session in the background. Each model first
-        runs the requests that it has accepted.
-        """
-        task = asyncio.create_task(
-            self._close_members(session_id), name=f"end of session {session_id}"
-        )
-        self._closing_tasks.add(task)
-        task.add_done_callback(self._closing_tasks.discard)
-
-    async def wait_until_closed(self) -> None:
-        """Wait until the models and samplers of all ended sessions are closed."""
-        await asyncio.gather(*self._closing_tasks)
+            self.members.close(session_id)
 
     async def stop(self) -> None:
         """Stop clearing ended sessions; the next start resumes it. Write the times of the last
         requests to disk.
         """
-        for task in self._closing_tasks:
-            task.cancel()
-        await asyncio.gather(*self._closing_tasks, return_exceptions=True)
+        await self.members.stop()
         with suppress(StorageError):  # do not wait for a full disk
             await self._store.write(self._take_last_seen())
-
-    async def _close_members(self, session_id: str) -> None:
-        for close in self._close_functions(session_id):
-            try:
-                await close()
-            except EngineClosedError:
-                return
-            except Exception:
-                _log.exception(
-                    "a part of session %s could not be removed; the next start tries again",
-                    session_id,
-                )
 
     @property
     def open_count(self) -> int:

@@ -1,7 +1,7 @@
 """The middle stage of every request: its turn to run.
 
 A request has its turn when the fair queue has given it slots, its adapter is in memory, and the
-crash guard lets it run. No other module waits for all three.
+crash guard lets it run.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.crash_points import crash_point
-from planish.server.durable.retries import DiskFaults
 from planish.server.request import Request
-from planish.server.scheduling import AdapterCache, CachedAdapter, FairQueue, SlotLease
+from planish.server.scheduling import FairQueue, SlotLease
 
 
 @dataclass(frozen=True)
@@ -24,40 +23,9 @@ class Turns:
     """Gives turns to the training requests of all models, or to the samples of all samplers."""
 
     _queue: FairQueue
-    _cache: AdapterCache
     _crash_guard: CrashGuard
-    _disk_faults: DiskFaults
     stopping: asyncio.Event
     """Set when the server begins to stop. Models then take no more requests from their queues."""
-
-    @asynccontextmanager
-    async def loaded(self, adapter: CachedAdapter) -> AsyncGenerator[None]:
-        """Keep an adapter in memory for the block. While a lasting fault of the disk prevents its
-        load, wait. If the load fails otherwise, raise the error of `load`.
-        """
-
-        async def load() -> None:
-            async with self._cache.pinned(adapter):
-                pass
-
-        if not self._cache.is_ready(adapter):
-            await self._disk_faults.retry_until_fixed(load, adapter.id)
-        async with self._cache.pinned(adapter):
-            yield
-
-    def is_loaded(self, adapter: CachedAdapter) -> bool:
-        """Return whether an adapter is in memory."""
-        return self._cache.is_loaded(adapter)
-
-    def discard(self, adapter: CachedAdapter) -> None:
-        """Note that the caller has unloaded an adapter."""
-        self._cache.discard(adapter)
-
-    def must_leave(self, adapter: CachedAdapter, is_time_up: bool) -> bool:
-        """Return whether an adapter must leave memory: another one waits for memory and the time of
-        this one is up, or its eviction was requested.
-        """
-        return self._cache.must_leave(adapter) or (is_time_up and self._cache.is_waiting)
 
     async def take(self, request: Request, num_slots: int, num_tokens_ahead: int = 0) -> SlotLease:
         """Wait until a request of a loaded adapter may run, and return its slots. A request without

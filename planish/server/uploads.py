@@ -247,7 +247,7 @@ class Uploads:
             server.engine.check_open()
             await server.checkpoints.check_quota(tenant)
             server.intake.check_capacity(tenant.name, 0)
-            imported = await server.engine.run_in_thread(import_adapter)
+            imported = await server.engine.threads.run(import_adapter)
         path = str(imported.path)
         try:
             if options.lora is not None:

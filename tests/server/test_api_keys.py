@@ -1,10 +1,18 @@
 """API keys and their tenants."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
+from server_client import TENANT
+from starlette.requests import Request
 
 from planish.errors import UserError
-from planish.server.http.keys import ANONYMOUS_TENANT, ApiKeys, read_keys
+from planish.server.http.context import HttpState, authenticate
+from planish.server.http.keys import ApiKeys, read_keys
 from planish.server.results import Unauthorized
+from planish.server.server import Server
+from planish.server.settings import HttpSettings
 
 
 def test_a_file_of_keys_names_tenants(tmp_path):
@@ -50,7 +58,9 @@ def test_unknown_keys_are_rejected(key):
 
 
 def test_a_server_without_keys_accepts_every_caller():
-    assert ApiKeys(None).tenant(None) == ApiKeys(None).tenant("tml-any") == ANONYMOUS_TENANT
+    app = SimpleNamespace(state=SimpleNamespace(http=HttpState(cast(Server, None), HttpSettings())))
+    request = Request({"type": "http", "headers": [], "app": app})
+    assert [authenticate(request, key).tenant for key in (None, "tml-any")] == [TENANT, TENANT]
 
 
 def test_a_key_is_not_cut_short_at_a_hash(tmp_path):

@@ -197,7 +197,7 @@ async def test_ended_sessions_make_room_for_new_ones(model_dir, data_dir):
         path = await model.save("a")
         await server.models.unload(TENANT, (await first.model()).model_id)
         await server.sessions.finish(TENANT, first.session_id, "success", "x" * 100_000)
-        await server.sessions.wait_until_closed()
+        await server.sessions.members.wait_until_closed()
         [ended] = await server.store.read(
             lambda db: db.execute("SELECT reason FROM sessions").fetchall()
         )
@@ -205,7 +205,7 @@ async def test_ended_sessions_make_room_for_new_ones(model_dir, data_dir):
         for _ in range(20):
             client = await Client.start(server)
             await server.sessions.finish(TENANT, client.session_id, "success", None)
-            await server.sessions.wait_until_closed()
+            await server.sessions.members.wait_until_closed()
         assert await rows(server, SessionRow) == 3
         with pytest.raises(NotFound):
             await server.sessions.record(TENANT, first.session_id)

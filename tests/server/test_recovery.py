@@ -328,7 +328,7 @@ async def test_a_session_that_ended_before_a_crash_is_cleared_at_the_next_start(
     change_database(data_dir, "UPDATE sessions SET ended = 1, reason = 'success'")
     async with running(model_dir, data_dir) as server:
         client.server = server
-        await server.sessions.wait_until_closed()
+        await server.sessions.members.wait_until_closed()
         for call in (client.sample(sampler), model.publish()):
             with pytest.raises(Gone):
                 await call

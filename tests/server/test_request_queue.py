@@ -2,11 +2,13 @@
 of arrival.
 """
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planish.server.models.request_queue import RequestQueue
+from planish.server.models.request_queue import InFlight, RequestQueue, Worker
 
 
 def taken(queue: RequestQueue[int]) -> list[int]:
@@ -77,3 +79,29 @@ def test_sequence_numbers_can_be_very_large():
     assert queue.skip_missing() == [1]
     assert taken(queue) == [1]
     assert queue.unused_seq == 2**62 + 1
+
+
+async def test_a_worker_runs_while_a_request_is_ready():
+    queue, stopping, runs = RequestQueue(1), asyncio.Event(), []
+
+    async def run() -> None:
+        runs.append(queue.take())
+        await asyncio.sleep(0)
+
+    async def woken(*numbers: int) -> list[int]:
+        for seq in numbers:
+            queue.add(seq, seq)
+        worker.wake()
+        await worker.wait()
+        return runs
+
+    worker = Worker("model", queue, InFlight(), stopping, run)
+    assert await woken(2) == []
+    assert await woken(1) == [1, 2]  # a request that is left begins another task
+    stopping.set()
+    assert await woken(3) == [1, 2]
+    stopping.clear()
+    worker.is_closed = True
+    assert await woken() == [1, 2]
+    worker.is_closed = False
+    assert await woken() == [1, 2, 3]

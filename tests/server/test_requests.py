@@ -126,7 +126,7 @@ async def test_an_answer_is_sent_once_it_is_on_disk(model_dir, data_dir, monkeyp
         is_full = True
         stopping.clear()
         for one in server.models.open_models():
-            one.wake()
+            one.worker.wake()
         while any(request.answer_written is None for request in server.request_log.active.values()):
             await asyncio.sleep(0.01)
         requests = [*good, *bad, drawn.request_id]
@@ -208,7 +208,7 @@ async def test_the_data_of_one_gradient_are_limited(model_dir, data_dir):
         assert isinstance(await client.answer(await model.submit(adam(model.model_id))), Failed)
         while (
             held := next(iter(server.models.open_models()))
-        ).adapter.is_snapshotting or held.worker:
+        ).adapter.is_snapshotting or held.worker.task:
             await asyncio.sleep(0.01)
         await model.run(gradient(model.model_id, forward_only=True))
 
@@ -263,7 +263,7 @@ async def test_ended_sessions_are_forgotten_after_a_week(model_dir, data_dir):
         await (await new.model()).save("a")
         for client in (old, new):
             await server.sessions.finish(TENANT, client.session_id, "success", None)
-        await server.sessions.wait_until_closed()
+        await server.sessions.members.wait_until_closed()
         long_ago = "UPDATE sessions SET ended = ended - 8 * 86400 WHERE id = ?"
         await server.store.write(
             lambda transaction: transaction.execute(long_ago, [old.session_id]).rowcount
@@ -294,7 +294,7 @@ async def test_requests_that_wait_for_a_closed_sampler_fail_and_leave_nothing(mo
         while not server.sampling_queue.used_slots:
             await asyncio.sleep(0.01)
         await server.sessions.finish(TENANT, client.session_id, "success", None)
-        await server.sessions.wait_until_closed()
+        await server.sessions.members.wait_until_closed()
         server.sampling.cancel(TENANT, drawing.request_id)
         answer = await client.answer(waiting.request_id)
         assert isinstance(answer, Failed)

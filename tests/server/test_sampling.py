@@ -376,7 +376,7 @@ async def test_a_sampler_of_an_ended_session_is_removed(model_dir, data_dir):
         server.store.write = slow  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(ValueError, match="its session ended"):
             await client.sampler()
-        await server.sessions.wait_until_closed()
+        await server.sessions.members.wait_until_closed()
         assert server.samplers.open_samplers() == []
 
 

@@ -153,7 +153,7 @@ async def test_a_checkpoint_saved_again_while_it_expires_stays(model_dir, data_d
         await cleaning
         for kept in (path, path[:-1] + "a"):
             assert (await server.checkpoints.info(TENANT, kept)).checkpoint.expires_at is None
-            assert (await server.checkpoints.files(TENANT, kept)).names
+            assert (await server.downloads.files(TENANT, kept)).names
 
 
 async def test_a_damaged_checkpoint_stays_listed_until_restored_or_deleted(
@@ -352,12 +352,12 @@ async def test_a_download_token_opens_one_checkpoint_for_a_while(model_dir, data
     async with running(model_dir, data_dir) as server:
         model = await (await Client.start(server)).model()
         path = await model.save("a")
-        token = server.checkpoints.token(TENANT, path, 60)
-        tenant, files = await server.checkpoints.files_of_token(token)
+        token = server.downloads.token(TENANT, path, 60)
+        tenant, files = await server.downloads.files_of_token(token)
         assert tenant == TENANT
         assert {"adapter_model.safetensors", "adapter_config.json"} <= set(files.names)
         assert all(file.is_file() for file in files.paths.values())
-        old = server.checkpoints.token(TENANT, path, -1)
+        old = server.downloads.token(TENANT, path, -1)
         for false in (
             old,
             token[:-1],
@@ -368,10 +368,10 @@ async def test_a_download_token_opens_one_checkpoint_for_a_while(model_dir, data
             "\udc80",
         ):
             with pytest.raises(NotFound):
-                await server.checkpoints.files_of_token(false)
+                await server.downloads.files_of_token(false)
         await server.checkpoints.delete(TENANT, path)
         with pytest.raises(NotFound):
-            await server.checkpoints.files_of_token(token)
+            await server.downloads.files_of_token(token)
 
 
 async def test_ending_a_session_removes_everything_but_named_checkpoints(model_dir, data_dir):
@@ -388,7 +388,7 @@ async def test_ending_a_session_removes_everything_but_named_checkpoints(model_d
         ]
         await server.sessions.finish(TENANT, client.session_id, "success", None)
         await server.sessions.finish(TENANT, client.session_id, "success", None)
-        await server.sessions.wait_until_closed()
+        await server.sessions.members.wait_until_closed()
         for request_id in last:
             assert (await client.done(request_id)) is not None
         for call in (

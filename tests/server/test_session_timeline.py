@@ -192,5 +192,5 @@ def test_a_trace_is_downloaded_by_a_signed_url(app_client):
     token = url.path.rpartition("/")[2]
     assert app_client.get(f"/api/v1/traces/{token}x").status_code == 404
     assert app_client.get(f"/api/v1/downloads/{token}/archive.tar").status_code == 400
-    other = app_client.app.state.http.server.checkpoints.token(Tenant("alice"), "tinker://a", 60)
+    other = app_client.app.state.http.server.downloads.token(Tenant("alice"), "tinker://a", 60)
     assert app_client.get(f"/api/v1/traces/{other}").status_code == 404

@@ -58,7 +58,7 @@ async def test_no_object_of_another_tenant_is_found(model_dir, data_dir):
             server.checkpoints.set_ttl(ben.tenant, path, 3600),
             server.stored_runs.copy(ben.tenant, path, ben.session_id, 7, None),
             server.stored_runs.copy(anna.tenant, path, ben.session_id, 7, None),
-            server.checkpoints.files(ben.tenant, path),
+            server.downloads.files(ben.tenant, path),
         ]
         for call in theirs:
             with pytest.raises(NotFound):
@@ -85,9 +85,7 @@ async def test_a_public_checkpoint_can_be_read_but_not_changed(model_dir, data_d
         await second.run(LoadWeights(second.model_id, path))
         await ben.sample(await ben.sampler(None, path))
         assert (await server.checkpoints.info(ben.tenant, path)).checkpoint.public
-        assert (
-            "adapter_model.safetensors" in (await server.checkpoints.files(ben.tenant, path)).names
-        )
+        assert "adapter_model.safetensors" in (await server.downloads.files(ben.tenant, path)).names
         for call in (
             server.checkpoints.delete(ben.tenant, path),
             server.checkpoints.set_public(ben.tenant, path, False),

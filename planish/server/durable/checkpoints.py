@@ -80,7 +80,6 @@ class CheckpointCatalog:
         self._engine = engine
         self._store = store
         self._settings = settings
-        self._links = LinkSigner(store.directory)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def readable_row(self, tenant: Tenant, path: str) -> CheckpointRow:
@@ -151,12 +150,6 @@ class CheckpointCatalog:
         info = await self._engine.checkpoints.info(row.path)
         return replace(info, checkpoint=row.checkpoint)
 
-    async def files(self, tenant: Tenant, path: str) -> CheckpointFiles:
-        """Return the files of a checkpoint that the tenant may read, for a download."""
-        row = await self.readable_row(tenant, path)
-        recipients = recipients_of(row.checkpoint.user_metadata or {})
-        return CheckpointFiles(await self._engine.checkpoints.files(row.path), recipients)
-
     def lock(self, path: str) -> asyncio.Lock:
         """Return the lock for making, changing or deleting a checkpoint. The caller must change the
         files and queue the write of the checkpoint's row before it releases the lock.
@@ -214,19 +207,6 @@ class CheckpointCatalog:
         """Return the total size of each tenant's named checkpoints, in bytes."""
         query = "SELECT tenant, SUM(bytes) FROM checkpoints GROUP BY tenant"
         return await self._store.read(lambda db: dict(db.execute(query)))
-
-    def token(self, tenant: Tenant, path: str, seconds: float) -> str:
-        """Return a token with which anybody can read the files of one checkpoint for `seconds`. The
-        token stops working earlier if the tenant may no longer read the checkpoint.
-        """
-        return self._links.token(path, tenant.name, seconds)
-
-    async def files_of_token(self, token: str) -> tuple[Tenant, CheckpointFiles]:
-        """Return the tenant and the checkpoint files of a token. Raise NotFound for an invalid or
-        expired token.
-        """
-        path, name = self._links.verify(token)
-        return Tenant(name), await self.files(Tenant(name), path)
 
     async def _row(self, path: str) -> CheckpointRow:
         for row in await self.rows(path):
@@ -293,6 +273,33 @@ class CheckpointFiles:
         if not self.recipients:
             return open(self.paths[name], "rb")
         return encrypt(self.paths[name.removesuffix(AGE_SUFFIX)], self.recipients)
+
+
+class CheckpointDownloads:
+    """The files of checkpoints for tenants, and for anybody with a token."""
+
+    def __init__(self, catalog: CheckpointCatalog, engine: EngineClient, links: LinkSigner) -> None:
+        """`catalog` says who may read a checkpoint, and `links` signs the tokens."""
+        self._catalog, self._engine, self._links = catalog, engine, links
+
+    async def files(self, tenant: Tenant, path: str) -> CheckpointFiles:
+        """Return the files of a checkpoint that the tenant may read."""
+        row = await self._catalog.readable_row(tenant, path)
+        recipients = recipients_of(row.checkpoint.user_metadata or {})
+        return CheckpointFiles(await self._engine.checkpoints.files(row.path), recipients)
+
+    def token(self, tenant: Tenant, path: str, seconds: float) -> str:
+        """Return a token with which anybody can read the files of one checkpoint for `seconds`. The
+        token stops working earlier if the tenant may no longer read the checkpoint.
+        """
+        return self._links.token(path, tenant.name, seconds)
+
+    async def files_of_token(self, token: str) -> tuple[Tenant, CheckpointFiles]:
+        """Return the tenant and the checkpoint files of a token. Raise NotFound for an invalid or
+        expired token.
+        """
+        path, name = self._links.verify(token)
+        return Tenant(name), await self.files(Tenant(name), path)
 
 
 def metadata_of(recipients: Sequence[Any]) -> dict[str, str]:

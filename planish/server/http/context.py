@@ -27,7 +27,12 @@ from planish.errors import PlanishError, UnsupportedError, UserError
 from planish.server.http.access import TENANT_SCOPE_KEY
 from planish.server.http.budgets import MAX_SMALL_BODY, BodyBudget, DownloadSlots
 from planish.server.http.connections import CONNECTION_SCOPE_KEY, Connection
-from planish.server.http.keys import METRICS_KEY_NAME, OPERATOR_KEY_NAME, ApiKeys
+from planish.server.http.keys import (
+    ANONYMOUS_TENANT,
+    METRICS_KEY_NAME,
+    OPERATOR_KEY_NAME,
+    ApiKeys,
+)
 from planish.server.http.origins import check_is_not_web_page, is_loopback
 from planish.server.results import (
     Page,
@@ -116,9 +121,10 @@ class HttpState:
             return work()
 
     @cached_property
-    def api_keys(self) -> ApiKeys:
-        """Finds the tenant of each request."""
-        return ApiKeys(self.settings.tenants_by_key)
+    def api_keys(self) -> ApiKeys | None:
+        """Finds the tenant of each request. None on a server without keys."""
+        keys = self.settings.tenants_by_key
+        return None if keys is None else ApiKeys(keys)
 
 
 @dataclass(frozen=True)
@@ -386,6 +392,27 @@ def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
     return Route(API + path, answer, methods=[method])
 
 
+def body_endpoint(
+    path: str,
+    limit: int,
+    decode: Callable[[bytes], T],
+    handler: Callable[[RequestContext, T], Awaitable[Answer]],
+    decode_protobuf: Callable[[bytes], T] | None = None,
+) -> Route:
+    """Return a route for bodies of at most `limit` bytes. `handler` gets what `decode` makes of a
+    JSON body. `decode_protobuf` does the same for a protobuf body; None if there are none.
+    """
+
+    async def handle(context: RequestContext) -> Answer:
+        chosen = decode
+        if decode_protobuf is not None and context.is_protobuf:
+            chosen = decode_protobuf
+        async with context.decoded_body(limit, chosen) as value:
+            return await handler(context, value)
+
+    return endpoint(path, handle)
+
+
 def authenticate(
     request: Request, key: str | None, is_metrics_page: bool = False
 ) -> RequestContext:
@@ -394,16 +421,18 @@ def authenticate(
     page may have sent. Raise Unavailable if the tenant has too many connections.
     """
     state: HttpState = request.app.state.http
-    has_keys = state.settings.tenants_by_key is not None
-    if not has_keys:
+    api_keys = state.api_keys
+    if api_keys is None:
         check_is_not_web_page(request.headers, bool(key), state.settings.allowed_origins)
-    tenant = state.api_keys.tenant(key)
+        tenant = ANONYMOUS_TENANT
+    else:
+        tenant = api_keys.tenant(key)
     request.scope[TENANT_SCOPE_KEY] = tenant
     state.active_tenants.touch(tenant.name)
     connection: Connection | None = request.scope.get(CONNECTION_SCOPE_KEY)
     if connection is not None:
-        connection.accept(tenant, has_keys)
-    if has_keys and (tenant.name == METRICS_KEY_NAME) != is_metrics_page:
+        connection.accept(tenant, api_keys is not None)
+    if api_keys is not None and (tenant.name == METRICS_KEY_NAME) != is_metrics_page:
         raise Unauthorized(
             "/metrics is for the server's operator: it needs a key with the name "
             f"{METRICS_KEY_NAME} in the key file"

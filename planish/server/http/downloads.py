@@ -48,7 +48,7 @@ _RANGE = re.compile(r"bytes=(\d{0,19})-(\d{0,19})")
 async def external_weights_urls(context: RequestContext) -> Json:
     """Answer with a URL for each file of a checkpoint."""
     path = checkpoint_path(context)
-    files = await context.server.checkpoints.files(context.tenant, path)
+    files = await context.server.downloads.files(context.tenant, path)
     base, expires = _download_base(context, path)
     return {
         "urls": {name: f"{base}/{quote(name)}" for name in files.names},
@@ -59,14 +59,14 @@ async def external_weights_urls(context: RequestContext) -> Json:
 async def archive(context: RequestContext) -> Response:
     """Redirect to a tar file of the checkpoint."""
     path = checkpoint_path(context)
-    await context.server.checkpoints.files(context.tenant, path)
+    await context.server.downloads.files(context.tenant, path)
     base, expires = _download_base(context, path)
     headers = {"Location": f"{base}/{_ARCHIVE}", "Expires": format_datetime(expires, usegmt=True)}
     return Response(status_code=302, headers=headers)
 
 
 def _download_base(context: RequestContext, path: str) -> tuple[str, datetime]:
-    token = context.server.checkpoints.token(context.tenant, path, _LINK_SECONDS)
+    token = context.server.downloads.token(context.tenant, path, _LINK_SECONDS)
     return f"{public_url(context)}{API}/downloads/{quote(token)}", datetime.now(UTC) + timedelta(
         seconds=_LINK_SECONDS
     )
@@ -87,7 +87,7 @@ async def download(request: Request) -> Response:
     """Send a file, or the archive, to the holder of a token."""
     name, state = request.path_params["name"], request.app.state.http
     try:
-        tenant, files = await state.server.checkpoints.files_of_token(request.path_params["token"])
+        tenant, files = await state.server.downloads.files_of_token(request.path_params["token"])
         if name != _ARCHIVE and name not in files.names:
             raise NotFound(f"there is no file {name[:100]!r} in this checkpoint")
         with state.downloads.slot(tenant) as slot:

@@ -92,18 +92,12 @@ def read_keys(path: str | Path) -> dict[str, str]:
 class ApiKeys:
     """Finds the tenant of a key, in the same time for every key."""
 
-    def __init__(self, keys: Mapping[str, str] | None) -> None:
-        """`keys` maps keys to tenants' names. None: no key is needed."""
-        self._tenants = (
-            None
-            if keys is None
-            else [(_key_digest(key), Tenant(name)) for key, name in keys.items()]
-        )
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        """`keys` maps keys to tenants' names."""
+        self._tenants = [(_key_digest(key), Tenant(name)) for key, name in keys.items()]
 
     def tenant(self, key: str | None) -> Tenant:
         """Return the tenant of a key. Raise Unauthorized if the key is missing or unknown."""
-        if self._tenants is None:
-            return ANONYMOUS_TENANT
         if not key:
             raise Unauthorized("this server needs a key: set TINKER_API_KEY (header X-API-Key)")
         given_digest = _key_digest(key)

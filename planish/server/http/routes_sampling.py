@@ -31,7 +31,14 @@ from starlette.responses import Response, StreamingResponse
 from planish.errors import PlanishError, UserError
 from planish.server.durable.checkpoints import shown_path
 from planish.server.http.budgets import MAX_SAMPLE_BODY
-from planish.server.http.context import Answer, Json, RequestContext, endpoint, json_response
+from planish.server.http.context import (
+    Answer,
+    Json,
+    RequestContext,
+    body_endpoint,
+    endpoint,
+    json_response,
+)
 from planish.server.http.routes_training import accepted_to_json
 from planish.server.results import (
     Accepted,
@@ -83,16 +90,16 @@ async def sampler(context: RequestContext) -> Json:
     )
 
 
-async def asample(context: RequestContext) -> Json:
+def _sample_request(body: bytes) -> SampleRequest:
+    return sample_request_from_json(Fields.of(body))
+
+
+async def asample(context: RequestContext, request: SampleRequest) -> Json:
     """Accept a sample request."""
-    async with context.decoded_body(
-        MAX_SAMPLE_BODY, lambda body: sample_request_from_json(Fields.of(body))
-    ) as request:
-        return accepted_to_json(
-            await context.open_server.sampling.submit(
-                context.tenant, request.seq_id, request.operation
-            )
-        )
+    sampling = context.open_server.sampling
+    return accepted_to_json(
+        await sampling.submit(context.tenant, request.seq_id, request.operation)
+    )
 
 
 MAX_BATCH_REQUESTS = 1024
@@ -295,7 +302,7 @@ async def cancel_future(context: RequestContext) -> None:
 ROUTES = [
     endpoint("/create_sampling_session", create_sampling_session),
     endpoint("/samplers/{sampler_id}", sampler, "GET"),
-    endpoint("/asample", asample),
+    body_endpoint("/asample", MAX_SAMPLE_BODY, _sample_request, asample),
     endpoint("/retrieve_future", retrieve_future),
     endpoint("/cancel_future", cancel_future),
 ]

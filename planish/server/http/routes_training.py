@@ -10,13 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.routing import Route
+
 from planish.server.durable.checkpoints import (
     EXTERNAL_PREFIX,
     check_name_is_not_external,
     metadata_of,
 )
+from planish.server.durable.crash_points import crash_point
 from planish.server.http.budgets import MAX_TRAINING_BODY
-from planish.server.http.context import Answer, Handler, Json, RequestContext, endpoint
+from planish.server.http.context import Json, RequestContext, body_endpoint, endpoint
 from planish.server.results import Accepted, stopping
 from planish.service import CreateModel, Operation, PublishSampler, SaveWeightsForSampler
 from planish.wire.fields import Fields
@@ -41,6 +44,7 @@ from planish.wire.training import (
 
 def accepted_to_json(acceptance: Accepted) -> Json:
     """Return the response that acknowledges a request."""
+    crash_point("before acknowledging")
     answer: dict[str, Any] = {"request_id": acceptance.request_id}
     if acceptance.model_id is not None:
         answer["model_id"] = acceptance.model_id
@@ -89,30 +93,27 @@ class _DecodedRequest:
         )
 
 
-def submit_handler(kind: str, decode: Callable[[Fields], Operation[Any]]) -> Handler:
-    """Return the handler of a route with a JSON body. `decode` returns the body's operation."""
+def _submit_endpoint(
+    path: str,
+    kind: str,
+    decode: Callable[[Fields], Operation[Any]],
+    decode_protobuf: Callable[[bytes], _DecodedRequest] | None = None,
+) -> Route:
+    """Return a route for operations of a model. `decode` returns the operation of a JSON body."""
 
-    def decoded(body: bytes) -> _DecodedRequest:
+    def decode_json(body: bytes) -> _DecodedRequest:
         fields = Fields.of(body)
         parsed = _ParsedRequest(head_from_json(fields), kind, lambda: decode(fields))
         return _DecodedRequest.of(parsed)
 
-    async def handler(context: RequestContext) -> Json:
-        async with context.decoded_body(MAX_TRAINING_BODY, decoded) as request:
-            return await request.submit(context)
-
-    return handler
-
-
-async def forward_backward(context: RequestContext) -> Answer:
-    """Accept a forward_backward or a forward, as protobuf or JSON."""
-    if not context.is_protobuf:
-        return await _json_forward_backward(context)
-    async with context.decoded_body(MAX_TRAINING_BODY, _decoded_message) as request:
+    async def submit(context: RequestContext, request: _DecodedRequest) -> Json:
         return await request.submit(context)
 
+    return body_endpoint(path, MAX_TRAINING_BODY, decode_json, submit, decode_protobuf)
 
-def _decoded_message(body: bytes) -> _DecodedRequest:
+
+def _decode_protobuf(body: bytes) -> _DecodedRequest:
+    """Decode a forward_backward or a forward."""
     head = parse_forward_backward_head(body)
     kind = "forward" if head.forward_only else "forward_backward"
     return _DecodedRequest.of(
@@ -122,14 +123,6 @@ def _decoded_message(body: bytes) -> _DecodedRequest:
             lambda: forward_backward_from_body(parse_forward_backward(body)),
         )
     )
-
-
-_json_forward_backward = submit_handler(
-    "forward_backward", lambda fields: forward_backward_from_json(fields, forward_only=False)
-)
-_forward = submit_handler(
-    "forward", lambda fields: forward_backward_from_json(fields, forward_only=True)
-)
 
 
 async def create_model(context: RequestContext) -> Json:
@@ -197,17 +190,24 @@ async def get_info(context: RequestContext) -> Json:
 ROUTES = [
     endpoint("/create_model", create_model),
     endpoint("/get_info", get_info),
-    endpoint("/forward_backward", forward_backward),
-    endpoint("/forward", _forward),
-    endpoint("/optim_step", submit_handler("optim_step", optim_step_from_json)),
-    endpoint("/save_weights", submit_handler("save_weights", save_weights_from_json)),
-    endpoint(
-        "/save_weights_for_sampler",
-        submit_handler("save_weights_for_sampler", _save_for_sampler_from_json),
+    _submit_endpoint(
+        "/forward_backward",
+        "forward_backward",
+        lambda fields: forward_backward_from_json(fields, forward_only=False),
+        _decode_protobuf,
     ),
-    endpoint(
-        "/save_weights_external",
-        submit_handler("save_weights_for_sampler", save_weights_external_from_json),
+    _submit_endpoint(
+        "/forward",
+        "forward",
+        lambda fields: forward_backward_from_json(fields, forward_only=True),
+    ),
+    _submit_endpoint("/optim_step", "optim_step", optim_step_from_json),
+    _submit_endpoint("/save_weights", "save_weights", save_weights_from_json),
+    _submit_endpoint(
+        "/save_weights_for_sampler", "save_weights_for_sampler", _save_for_sampler_from_json
+    ),
+    _submit_endpoint(
+        "/save_weights_external", "save_weights_for_sampler", save_weights_external_from_json
     ),
     endpoint("/load_weights", load_weights),
     endpoint("/unload_model", unload_model),

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 from planish.errors import EngineClosedError, UserError
 from planish.fleet.link import ReplicaLostError
-from planish.server.durable.checkpoints import is_superseded, private_copy_path
+from planish.server.durable.checkpoints import is_superseded
 from planish.server.durable.crash_points import crash_point
 from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow
-from planish.server.engine_client import EngineClient
+from planish.server.engine_client import EngineCheckpoints, EngineClient
 from planish.server.models.publications import Publications
 from planish.server.models.replay import AdapterState, Replay, ReplayCost
 from planish.server.models.request_queue import InFlight, QueueItem, RequestQueue
@@ -34,6 +34,28 @@ _log = logging.getLogger(__name__)
 
 _MAX_LOSSES = 5
 """The restoration of a model is given up after so many replicas were lost meanwhile."""
+
+
+class PrivateCheckpoints:
+    """The private checkpoints (checkpoints.py) from which the server restores one model."""
+
+    def __init__(self, checkpoints: EngineCheckpoints) -> None:
+        """`checkpoints` deletes the files."""
+        self.paths: set[str] = set()
+        self._checkpoints = checkpoints
+
+    async def delete_superseded(self, seq: int) -> None:
+        """Delete those that a snapshot at request `seq` makes unnecessary."""
+        await self._delete([path for path in self.paths if is_superseded(path, seq)])
+
+    async def delete_all(self) -> None:
+        """Delete all of them."""
+        await self._delete(list(self.paths))
+
+    async def _delete(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            await self._checkpoints.delete(path)
+            self.paths.discard(path)
 
 
 class ModelAdapter:
@@ -56,8 +78,7 @@ class ModelAdapter:
         self.queue = queue
         self.in_flight = InFlight()
         self.state = AdapterState()
-        self.private_paths: set[str] = set()
-        """Private checkpoints (checkpoints.py) from which the server restores this model."""
+        self.private_checkpoints = PrivateCheckpoints(engine.checkpoints)
         self.is_snapshotting = False
         self.publications = Publications(
             self.id, engine, samplers, self.in_flight, self.spawn, self.note_lost_work
@@ -157,11 +178,7 @@ class ModelAdapter:
         await self._replay.record_closing(self.row)
         crash_point("model closed before cleaning")
         await self.remove_from_engine()
-        await self._delete_private_checkpoints(list(self.private_paths))
-
-    def note_loaded(self, seq: int, path: str) -> None:
-        """Note that request `seq` loads the checkpoint `path`, from a private copy."""
-        self.private_paths.add(private_copy_path(self.id, seq, path))
+        await self.private_checkpoints.delete_all()
 
     def note_lost_work(self) -> None:
         """Note that a request ended without an answer, or that a sampler could not be saved. The
@@ -212,15 +229,13 @@ class ModelAdapter:
         """
         try:
             path = (await save).path
-            self.private_paths.add(path)
+            self.private_checkpoints.paths.add(path)
             await self.in_flight.wait_until_durable(seq)
             if state.has_lost_work or self.state.has_lost_work:
                 return False
             await self._replay.record_snapshot(self.row, seq, path)
             self.row = replace(self.row, snapshot=path, snapshot_seq=seq)
-            await self._delete_private_checkpoints(
-                [p for p in self.private_paths if is_superseded(p, seq)]
-            )
+            await self.private_checkpoints.delete_superseded(seq)
         except Exception as error:
             if not isinstance(error, EngineClosedError):
                 _log.exception(
@@ -232,11 +247,6 @@ class ModelAdapter:
             self.is_snapshotting = False
             self.in_flight.notify()
         return True
-
-    async def _delete_private_checkpoints(self, paths: Sequence[str]) -> None:
-        for path in paths:
-            await self._engine.checkpoints.delete(path)
-            self.private_paths.discard(path)
 
     def spawn(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
         """Run `work` in a task. The event loop has only weak references to tasks, so keep one here

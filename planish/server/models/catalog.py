@@ -253,6 +253,7 @@ class Models:
         for model in models:
             model.in_flight.notify()
         # A timeout of the caller cancels the workers that still run.
-        await asyncio.gather(*(model.worker for model in models if model.worker is not None))
+        tasks = [model.worker.task for model in models]
+        await asyncio.gather(*(task for task in tasks if task is not None))
         for model in self.open_models():
             await model.stop()

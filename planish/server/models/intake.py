@@ -248,7 +248,7 @@ class ModelIntake:
                 if isinstance(item, Request) and item.row.is_unanswered
             ]
             await self._refuse(waiting, Failed(message, "user"))
-            model.wake()
+            model.worker.wake()
 
     async def _refuse(self, requests: Sequence[Request], failure: Failed) -> None:
         """Record that queued requests will never run. The worker then answers each with

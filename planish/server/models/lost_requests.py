@@ -26,10 +26,8 @@ class LostRequests:
 
     def __init__(self, adapter: ModelAdapter, turns: Turns, request_log: RequestLog) -> None:
         self._adapter, self._turns, self._request_log = adapter, turns, request_log
-        self._items: dict[int, QueueItem] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._items)
+        self.items: dict[int, QueueItem] = {}
+        """The items, by number."""
 
     def note(self, item: QueueItem) -> None:
         """Note that an item has no effect, because the replica was lost."""
@@ -37,13 +35,13 @@ class LostRequests:
         self._adapter.note_lost_work()
         if isinstance(item, Request):
             self._turns.pause(item)
-        self._items[item.seq] = item
+        self.items[item.seq] = item
         self._adapter.in_flight.running.pop(item.seq, None)
         self._adapter.in_flight.notify()
 
     def precede(self, seq: int) -> bool:
         """Return whether an item before `seq` was lost, so that `seq` must run again too."""
-        return any(number < seq for number in self._items)
+        return any(number < seq for number in self.items)
 
     def check(self, request: Request) -> None:
         """Raise Abandoned for a request that was lost too often, and may be the cause."""
@@ -57,7 +55,7 @@ class LostRequests:
         """Restore the adapter, after the items have returned to the queue."""
         adapter = self._adapter
         await adapter.in_flight.wait_until_idle()
-        if self._items:
+        if self.items:
             await self._put_back()
         await adapter.remove_from_engine()
         try:
@@ -72,7 +70,7 @@ class LostRequests:
 
     async def _put_back(self) -> None:
         """Return the items to the queue. Answered requests between them are repeated in their turn."""
-        items, self._items = self._items, {}
+        items, self.items = self.items, {}
         adapter, first = self._adapter, items[min(items)]
         await asyncio.gather(*adapter.in_flight.unwritten_answers.values())
         rows = await self._request_log.rows_after(adapter.id, first.seq - 1)

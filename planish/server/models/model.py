@@ -18,6 +18,7 @@ from functools import partial
 
 from planish.errors import EngineClosedError, UserError
 from planish.fleet.link import ReplicaLostError
+from planish.server.durable.checkpoints import private_copy_path
 from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow
 from planish.server.durable.request_log import RequestLog
@@ -25,7 +26,7 @@ from planish.server.durable.retries import retry_until_memory_suffices
 from planish.server.models import steps
 from planish.server.models.adapter import ModelAdapter
 from planish.server.models.lost_requests import LostRequests
-from planish.server.models.request_queue import InFlight, QueueItem
+from planish.server.models.request_queue import InFlight, QueueItem, Worker
 from planish.server.models.step_metrics import StepMetrics
 from planish.server.models.steps import Steps, SubmittedRequest
 from planish.server.request import (
@@ -36,6 +37,7 @@ from planish.server.request import (
     failed_from_error,
 )
 from planish.server.results import Abandoned, Done, Failed, Tenant
+from planish.server.scheduling import AdapterCache, CacheEntry
 from planish.server.settle import Settlement
 from planish.server.turn import Turns
 from planish.service import (
@@ -66,6 +68,7 @@ class ModelActor:
         self,
         adapter: ModelAdapter,
         request_log: RequestLog,
+        cache: AdapterCache,
         turns: Turns,
         steps: Steps,
         settlement: Settlement,
@@ -76,9 +79,11 @@ class ModelActor:
         self.adapter = adapter
         self.queue = adapter.queue
         self.in_flight: InFlight = adapter.in_flight
-        self.worker: asyncio.Task[None] | None = None
+        self.worker = Worker(
+            f"model {self.id}", self.queue, self.in_flight, turns.stopping, self._run_requests
+        )
         self._step_metrics = StepMetrics(adapter.id)
-        self._request_log, self._forget = request_log, forget
+        self._request_log, self._cache, self._forget = request_log, cache, forget
         self._turns, self._steps, self._settlement = turns, steps, settlement
         self._lost = LostRequests(adapter, turns, request_log)
 
@@ -96,7 +101,7 @@ class ModelActor:
         seq = request.row.seq
         if self.adapter.row.closed is None and not self.queue.is_used(seq):
             self.queue.add(seq, request)
-            self.wake()
+            self.worker.wake()
         else:
             reason = self.row.closed or "the server no longer waits for this request's number"
             message = f"{request.id} came too late for model_id={self.id!r}: {reason}"
@@ -109,45 +114,37 @@ class ModelActor:
 
     # The worker.
 
-    def wake(self) -> None:
-        """Start the worker if the queue has something for it."""
-        self.in_flight.notify()
-        if (
-            self.worker is None
-            and self.adapter.row.closed is None
-            and self.queue.is_ready
-            and not self._turns.stopping.is_set()
-        ):
-            self.worker = asyncio.create_task(self._run_worker(), name=f"model {self.id}")
-
-    async def wait_for_worker(self) -> None:
-        """Wait until the worker has ended."""
-        while self.worker is not None:
-            await asyncio.wait([self.worker])
-
-    async def _run_worker(self) -> None:
+    async def _run_requests(self) -> None:
+        """Load the adapter, and run the requests in the queue. If this fails, answer all of them
+        with the error.
+        """
+        cache, adapter = self._cache, self.adapter
         try:
-            async with self._turns.loaded(self.adapter):
-                await self._run_queue()
+            if not cache.is_ready(adapter):
+                # A lasting fault of the disk must delay the requests, and not fail them.
+                await self._request_log.disk_faults.retry_until_fixed(
+                    lambda: cache.load(adapter), self.id
+                )
+            async with cache.pinned(adapter) as entry:
+                await self._run_queue(entry)
         except EngineClosedError:
-            return
+            raise
         except Exception as error:
             if not isinstance(error, (UserError, Abandoned)):
                 _log.exception("%s cannot continue", self.id)
             await self._fail_all_requests(error)
-        finally:
-            self.worker = None
-        self.wake()
 
-    async def _run_queue(self) -> None:
-        """Run requests until the queue is empty, or the model should leave memory."""
+    async def _run_queue(self, entry: CacheEntry) -> None:
+        """Run requests until the queue is empty, or the model should leave memory. `entry` is the
+        entry of the adapter in the cache.
+        """
         loaded_since = time.monotonic()
         adapter, in_flight = self.adapter, self.in_flight
         while not self._turns.stopping.is_set() and adapter.row.closed is None:
-            if self._lost:
+            if self._lost.items:
                 await self._lost.restore()
             is_time_up = time.monotonic() - loaded_since > _MAX_PINNED_SECONDS
-            must_leave = self._turns.must_leave(adapter, is_time_up)
+            must_leave = entry.must_leave or (is_time_up and self._cache.is_waiting)
             item = None if must_leave else self.queue.take()
             if item is not None:
                 await in_flight.wait_below(_MAX_IN_FLIGHT)
@@ -160,7 +157,7 @@ class ModelActor:
                 await in_flight.wait_for_change()
         await in_flight.wait_until_idle()
         has_lost_work = adapter.state.has_lost_work and not self._request_log.is_failing
-        if self._lost or has_lost_work:
+        if self._lost.items or has_lost_work:
             await self._lost.restore()
 
     async def _run_item(self, item: QueueItem) -> None:
@@ -206,7 +203,8 @@ class ModelActor:
         """Give a request to the engine when it has its turn. Some operations, such as create and
         load, have completed when this returns.
         """
-        self._lost.check(request)
+        if request.num_losses:
+            self._lost.check(request)
         operation = request.operation or await self._request_log.operation(request)
         if isinstance(operation, ForwardBackward | OptimStep):
             await self._submit_training(request, operation)
@@ -244,7 +242,8 @@ class ModelActor:
         await self.in_flight.wait_until_idle()
         source = steps.loaded_checkpoint(operation)
         if source is not None:
-            self.adapter.note_loaded(request.seq, source)
+            copy_path = private_copy_path(self.id, request.seq, source)
+            self.adapter.private_checkpoints.paths.add(copy_path)
         submitted = await self._steps.submit_load(request, operation)
         if isinstance(operation, CreateModel):
             arch = submitted.future.result().model_data.arch
@@ -325,7 +324,7 @@ class ModelActor:
         from its snapshot and the journal.
         """
         await self.adapter.remove_from_engine()
-        self._turns.discard(self.adapter)
+        self._cache.discard(self.adapter)
         failure = failed_from_error(error)
         self._refuse((*self.in_flight.running.values(), *iter(self.queue.take, None)), failure)
 
@@ -338,7 +337,7 @@ class ModelActor:
 
     async def close_when_idle(self, reason: str) -> None:
         """Close the model after all requests accepted so far have run."""
-        await self.wait_for_worker()
+        await self.worker.wait()
         await self.close(reason)
 
     async def close(self, reason: str) -> None:
@@ -346,13 +345,14 @@ class ModelActor:
         this only while no request of the model is in the engine.
         """
         await self.adapter.close(reason)
+        self.worker.is_closed = True
         self._forget(self.id)
         failure = Failed(f"model_id={self.id!r} is closed: {reason}", "user")
         self._refuse(self.queue.skip_missing(), failure)
         await self.adapter.delete()
-        self._turns.discard(self.adapter)
+        self._cache.discard(self.adapter)
 
     async def stop(self) -> None:
         """Take a final snapshot if the adapter is in memory."""
-        if self._turns.is_loaded(self.adapter):
+        if self._cache.is_loaded(self.adapter):
             await self.adapter.save_snapshot()

@@ -1,4 +1,5 @@
-"""The requests of one model: the order in which they run, and which are unfinished.
+"""The requests of one model: the order in which they run, which are unfinished, and the task that
+runs them.
 
 A request may be taken from the queue when all lower numbers were taken. A missing number blocks
 the later requests until the model stops waiting for it. From then on the number is skipped.
@@ -7,10 +8,11 @@ the later requests until the model stops waiting for it. From then on the number
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from planish.errors import EngineClosedError
 from planish.server.durable.journal import RequestRow
 from planish.server.request import Request
 
@@ -144,3 +146,48 @@ class InFlight:
         await asyncio.gather(
             *(written for number, written in self.unwritten_answers.items() if number <= seq)
         )
+
+
+class Worker:
+    """Runs the requests of one model in a task. The task begins when the next request can be taken
+    from the queue, and ends when there is nothing to do.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        queue: RequestQueue[QueueItem],
+        in_flight: InFlight,
+        stopping: asyncio.Event,
+        run: Callable[[], Awaitable[None]],
+    ) -> None:
+        """The task calls `run`, which takes requests from `queue`. No task begins once `stopping`
+        is set.
+        """
+        self.task: asyncio.Task[None] | None = None
+        """The task; None while there is nothing to do."""
+        self.is_closed = False
+        """Whether the model is closed. No task begins then."""
+        self._name, self._run, self._stopping = name, run, stopping
+        self._queue, self._in_flight = queue, in_flight
+
+    def wake(self) -> None:
+        """Let the task look at the queue. Begin a task if there is none and a request is ready."""
+        self._in_flight.notify()
+        may_begin = self.task is None and not (self.is_closed or self._stopping.is_set())
+        if may_begin and self._queue.is_ready:
+            self.task = asyncio.create_task(self._work(), name=self._name)
+
+    async def wait(self) -> None:
+        """Wait until there is nothing to do."""
+        while self.task is not None:
+            await asyncio.wait([self.task])
+
+    async def _work(self) -> None:
+        try:
+            await self._run()
+        except EngineClosedError:
+            return
+        finally:
+            self.task = None
+        self.wake()
