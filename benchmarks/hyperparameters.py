@@ -42,8 +42,7 @@ COLUMNS = (
     "reward, first 4 steps",
     "next 4",
     "last 4",
-    "test, before",
-    "after",
+    "test",
     "entropy, last 4",
     "kl v2, largest",
 )
@@ -121,7 +120,6 @@ def metric_cells(rows: Sequence[Mapping[str, float]]) -> list[str]:
         f"{fmean(rewards[:4]):.2f}",
         f"{fmean(rewards[4:8]):.2f}",
         f"{fmean(rewards[-4:]):.2f}",
-        f"{tests[0]:.2f}",
         f"{tests[-1]:.2f}",
         f"{fmean(entropies):.2f}" if entropies else "",
         f"{max(gaps):.0e}",
