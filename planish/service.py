@@ -461,13 +461,11 @@ class Service(Protocol):
 
     def delete_checkpoint(self, path: str) -> None:
         """Delete the checkpoint at a tinker:// path."""
-        ...
 
     def close(self, finish: bool = True) -> None:
         """Accept no more operations, and return when the device is free. With `finish`, queued
         operations run first; otherwise they fail.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -6,51 +6,32 @@ session is created on the server, so listing leaves no trace there. The local di
 because it keeps its own records about them.
 """
 
-from __future__ import annotations
-
-import asyncio
-import re
 import shutil
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any
 from urllib.parse import quote
 
 import orjson
 
 from planish.client.local import resolve_server_url
-from planish.client.remote_connection import API, normalize_url, resolve_api_key
-from planish.client.remote_errors import (
-    ServerFaultError,
-    ServerUnreachableError,
-    error_from_response,
-    json_body_of,
-)
-from planish.client.remote_http import HttpClient, NoAnswerError
+from planish.client.remote_connection import resolve_api_key
 from planish.client.rest_client import training_runs
+from planish.client.rest_connection import RestConnection
 from planish.engine.checkpoints.store import CheckpointStore, checkpoint_record, data_directory
 from planish.errors import (
     CheckpointError,
     StorageError,
     UnsupportedError,
     UserError,
-    as_user_errors,
 )
-from planish.processes.interruption import run_coroutine
 from planish.service import CheckpointInfo
 from planish.types import CheckpointPath, TrainingRun
 from planish.wire.records import checkpoint_to_json, weights_info_to_json
 
-if TYPE_CHECKING:
-    from httpx2 import Response
-
 Row = Mapping[str, Any]
 _PAGE_SIZE = 1000
-_MAX_FRUITLESS_TRIES = 5
-_RETRY_SECONDS = 1.0
-_BLOCK_BYTES = 1 << 20
-_OWN_LINK = re.compile(rf"{API}/(downloads|uploads)/.*")
 _IMPORTED_FILES = (
     "adapter_config.json",
     "adapter_model.safetensors",
@@ -64,9 +45,7 @@ class ServerRecords:
 
     def __init__(self, url: str, key: str | None) -> None:
         """`key` is the API key; None for a server without keys. Raise UserError for a wrong URL."""
-        with as_user_errors("--base-url"):
-            self._url = normalize_url(url)
-        self._headers = {"X-API-Key": key} if key else {}
+        self._connection = RestConnection(url, key)
 
     def runs(self, limit: int | None) -> list[Row]:
         """Return at most `limit` training runs of the key's tenant (None: all)."""
@@ -74,7 +53,7 @@ class ServerRecords:
 
     def run(self, run_id: str) -> Row:
         """Return one training run. Raise CheckpointError if it does not exist."""
-        return self._call("GET", f"/training_runs/{quote(run_id, safe=':')}")
+        return self._connection.call("GET", f"/training_runs/{quote(run_id, safe=':')}")
 
     def checkpoints(self, run_id: str | None, limit: int | None) -> list[Row]:
         """Return at most `limit` checkpoints of a run, or of all runs."""
@@ -85,142 +64,69 @@ class ServerRecords:
 
     def checkpoint(self, path: str) -> Row:
         """Return the row of a checkpoint, with its base model and adapter shape."""
-        return _flat_row(self._call("POST", "/weights_info", json={"tinker_path": path}))
+        return _flat_row(self._connection.call("POST", "/weights_info", json={"tinker_path": path}))
 
     def delete(self, path: str) -> None:
         """Delete a checkpoint on the server."""
-        self._call("DELETE", _endpoint(path))
+        self._connection.call("DELETE", _endpoint(path))
 
     def set_ttl(self, path: str, seconds: int | None) -> None:
         """Let a checkpoint expire `seconds` from now; None keeps it for ever."""
-        self._call("PUT", f"{_endpoint(path)}/ttl", json={"ttl_seconds": seconds})
+        self._connection.call("PUT", f"{_endpoint(path)}/ttl", json={"ttl_seconds": seconds})
 
     def set_public(self, path: str, public: bool) -> None:
         """Publish a checkpoint, or make it private again."""
-        self._call("POST" if public else "DELETE", f"{_endpoint(path)}/publish")
+        self._connection.call("POST" if public else "DELETE", f"{_endpoint(path)}/publish")
 
     def download(self, path: str, directory: Path) -> list[Path]:
         """Download the files of a checkpoint into an existing directory, and return their paths.
         Raise StorageError if a file cannot be written.
         """
-        urls = self._call("GET", f"{_endpoint(path)}/external_weights_urls")["urls"]
+        urls = self._connection.call("GET", f"{_endpoint(path)}/external_weights_urls")["urls"]
         return [
-            run_coroutine(self._download_file(_own_path(url), directory / _file_name(name)))
+            self._connection.download(url, directory / _file_name(name))
             for name, url in sorted(urls.items())
         ]
 
     def replicas(self) -> list[Row]:
         """Return what each replica of the server is and does."""
-        return self._call("GET", "/fleet")["replicas"]
+        return self._connection.call("GET", "/fleet")["replicas"]
 
     def drain(self, replica: int) -> list[Row]:
         """Let the server give a replica no new work. Return the rows of `replicas`."""
-        return self._call("POST", f"/fleet/{replica}/drain")["replicas"]
+        return self._connection.call("POST", f"/fleet/{replica}/drain")["replicas"]
 
     def add_replica(self) -> list[Row]:
         """Let the server start one more replica. Return the rows of `replicas`."""
-        return self._call("POST", "/fleet/add")["replicas"]
+        return self._connection.call("POST", "/fleet/add")["replicas"]
 
     def import_adapter(self, directory: Path, options: Mapping[str, Any]) -> Row:
         """Upload the adapter in a directory and import it on the server. `options` are base_model,
         name, quantize and source, as far as they are known.
         """
         files = [name for name in _IMPORTED_FILES if (directory / name).is_file()]
-        upload = self._call("POST", "/planish/import_start", json={**options, "files": files})
+        upload = self._connection.call(
+            "POST", "/planish/import_start", json={**options, "files": files}
+        )
         for name, url in upload["urls"].items():
-            run_coroutine(self._upload_file(_own_path(url), directory / name))
-        return self._call("POST", "/planish/import_finish", json={"upload_id": upload["upload_id"]})
-
-    async def _upload_file(self, url: str, file: Path) -> None:
-        async def blocks() -> AsyncIterator[bytes]:
-            with open(file, "rb") as content:
-                while block := content.read(_BLOCK_BYTES):
-                    yield block
-
-        headers = {"Content-Length": str(file.stat().st_size)}
-        await self._send(HttpClient(self._url, {}), "PUT", url, content=blocks(), headers=headers)
+            self._connection.upload(url, directory / name)
+        return self._connection.call(
+            "POST", "/planish/import_finish", json={"upload_id": upload["upload_id"]}
+        )
 
     def _pages(self, path: str, name: str, limit: int | None) -> list[Row]:
         rows: list[Row] = []
         while limit is None or len(rows) < limit:
             page_limit = _PAGE_SIZE if limit is None else min(_PAGE_SIZE, limit - len(rows))
-            page = self._call("GET", path, params={"limit": page_limit, "offset": len(rows)})
+            page = self._connection.call(
+                "GET", path, params={"limit": page_limit, "offset": len(rows)}
+            )
             rows += page[name]
             # If the metadata are large, a server may send fewer rows than requested.
             total = page.get("cursor", {}).get("total_count", 0)
             if not page[name] or len(rows) >= total:
                 break
         return rows
-
-    def _call(self, method: str, path: str, **options: Any) -> Mapping[str, Any]:
-        return run_coroutine(self._request(method, API + path, **options))
-
-    async def _request(self, method: str, path: str, **options: Any) -> Mapping[str, Any]:
-        http = HttpClient(self._url, self._headers)
-        return json_body_of(await self._send(http, method, path, **options))
-
-    async def _send(self, http: HttpClient, method: str, path: str, **options: Any) -> Response:
-        """Send one request, and close `http`. Raise the error of an answer that reports one."""
-        try:
-            response = await http.request(method, path, **options)
-        except NoAnswerError as error:
-            raise self._unreachable(error) from error
-        finally:
-            await http.close()
-        if not response.is_success:
-            raise error_from_response(response)
-        return response
-
-    async def _download_file(self, url: str, target: Path) -> Path:
-        http, partial_file = HttpClient(self._url, {}), target.with_name(f".{target.name}.part")
-        try:
-            with open(partial_file, "wb") as file:
-                await self._download(http, url, file)
-            partial_file.replace(target)
-        except NoAnswerError as error:
-            raise self._unreachable(error) from error
-        except OSError as error:
-            raise StorageError(
-                f"cannot write {target} ({error}); free space or give another --out"
-            ) from error
-        finally:
-            with suppress(OSError):
-                partial_file.unlink(missing_ok=True)
-            await http.close()
-        return target
-
-    async def _download(self, http: HttpClient, url: str, file: BinaryIO) -> None:
-        """Write the content of a URL to an empty file. If the connection breaks and the server
-        supports ranges, continue from the last byte that arrived. Raise NoAnswerError if
-        _MAX_FRUITLESS_TRIES tries in a row bring no byte.
-        """
-        tag, num_fruitless_tries = None, 0
-        while True:
-            start = file.tell()
-            headers = {"Accept-Encoding": "identity"}
-            if tag is not None:
-                headers |= {"Range": f"bytes={start}-", "If-Range": tag}
-            try:
-                async with http.stream("GET", url, headers=headers) as response:
-                    if not response.is_success:
-                        await response.aread()
-                        raise error_from_response(response)
-                    file.seek(_first_byte(response, start))
-                    file.truncate()
-                    tag = response.headers.get("etag")
-                    async for block in response.aiter_raw():
-                        file.write(block)
-                    return
-            except NoAnswerError:
-                num_fruitless_tries = 0 if file.tell() > start else num_fruitless_tries + 1
-                if tag is None or num_fruitless_tries == _MAX_FRUITLESS_TRIES:
-                    raise
-                await asyncio.sleep(_RETRY_SECONDS)
-
-    def _unreachable(self, error: Exception) -> ServerUnreachableError:
-        return ServerUnreachableError(
-            f"no server answers at {self._url} ({error}); check --base-url, or start one"
-        )
 
 
 class LocalRecords:
@@ -350,23 +256,6 @@ def _parse_path(path: str) -> CheckpointPath:
         raise CheckpointError(str(error)) from None
 
 
-def _first_byte(response: Response, requested: int) -> int:
-    """Return the position in the file at which the body of a response begins. A proxy may answer
-    with a whole file, or with a range that begins before the `requested` byte. Raise
-    ServerFaultError for any other range.
-    """
-    if response.status_code != 206:
-        return 0
-    content_range = response.headers.get("content-range", "")
-    match = re.match(r"bytes (\d{1,19})-", content_range)
-    if match is None or int(match[1]) > requested:
-        raise ServerFaultError(
-            f"the server, or a proxy before it, sent the range {content_range[:100]!r} for the "
-            f"bytes from {requested} on; download the checkpoint again"
-        )
-    return int(match[1])
-
-
 def _flat_row(info: Mapping[str, Any]) -> Row:
     return {
         **info["checkpoint"],
@@ -385,15 +274,6 @@ def _endpoint(path: str) -> str:
             "`planish checkpoints list`"
         )
     return f"/training_runs/{quote(run_id, safe=':')}/checkpoints/{quote(checkpoint_id, safe='/:')}"
-
-
-def _own_path(url: str) -> str:
-    """Return the path of a link of this server for downloads or uploads, so that it is read from the URL at which
-    the client reaches the server: behind a proxy, a link may name another host. Return the links of
-    other stores as they are.
-    """
-    match = _OWN_LINK.search(url)
-    return url if match is None else match[0]
 
 
 def _file_name(name: str) -> str:

@@ -14,8 +14,6 @@ Each client method is written once, and a decorator derives its `_async` form:
                              it in a thread, and awaiting it returns the result
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future

@@ -18,8 +18,6 @@ There are three differences from an engine in this process:
   accepted.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 import weakref

@@ -10,8 +10,6 @@ A sample can be cancelled until it is finished. The client then sends a cancel r
 server stops sampling.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ Every coroutine given to a `LoopThread` runs in its thread, and is cancelled whe
 No coroutine may block the thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine

@@ -7,8 +7,6 @@ names are checked, and planish.tokenizer runs no code from the files.
 
 # pyright: reportUnnecessaryIsInstance=false
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shutil

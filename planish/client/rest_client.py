@@ -4,8 +4,6 @@ checkpoints.
 
 # pyright: reportUnnecessaryIsInstance=false
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import ClassVar

@@ -8,14 +8,12 @@ For best throughput, submit several operations before waiting for the first resu
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from planish.client.custom_loss import add_custom_metrics, custom_gradient, first_pass_data
 from planish.client.futures import Pending, async_returning_pending, in_thread, map_future
+from planish.client.model_operations import ModelOperations
 from planish.client.sampling_client import SamplingClient, create_sampling_client
 from planish.client.session import (
     RefusesMethods,
@@ -25,12 +23,9 @@ from planish.client.session import (
     release_resource,
 )
 from planish.errors import UserError
-from planish.processes.background import BackgroundThread
 from planish.service import (
-    DeferredForwardBackward,
     ForwardBackward,
     LoadWeights,
-    Operation,
     OptimStep,
     PublishSampler,
     SaveWeights,
@@ -52,11 +47,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from planish.client.custom_loss import CustomLoss
-
-T = TypeVar("T")
-
-_LOSS_EXIT_SECONDS = 10.0
-"""How long the program waits at exit for a custom loss that is being computed."""
 
 
 class TrainingClient(RefusesMethods):
@@ -82,8 +72,7 @@ class TrainingClient(RefusesMethods):
         """Make the client of an existing training model, which `info` describes."""
         self._session = session
         self._info = info
-        self._loss_thread_ids: set[int] = set()
-        """Ids of the threads that compute custom losses of this client."""
+        self._operations = ModelOperations(session.service, info.model_id)
         # By default the finalizer would also run at interpreter exit. It is not needed there,
         # because the engine or session ends and frees the model.
         weakref.finalize(
@@ -105,7 +94,7 @@ class TrainingClient(RefusesMethods):
         """Compute loss and logprobs without a gradient."""
         config = loss_fn_config or {}
         operation = ForwardBackward(self.model_id, data, loss_fn, config, forward_only=True)
-        return Pending(self._submit(operation))
+        return Pending(self._operations.submit(operation))
 
     forward_async = async_returning_pending(forward)
 
@@ -124,9 +113,9 @@ class TrainingClient(RefusesMethods):
         # must fail.
         try:
             operation = ForwardBackward(self.model_id, data, loss_fn, loss_fn_config or {})
-            return Pending(self._submit(operation))
+            return Pending(self._operations.submit(operation))
         except UserError as error:
-            return Pending(self._submit_failed_gradient(error))
+            return Pending(self._operations.submit_failed_gradient(error))
 
     forward_backward_async = async_returning_pending(forward_backward)
 
@@ -142,39 +131,7 @@ class TrainingClient(RefusesMethods):
         `optim_step` fails.
         """
         reject_options(loss_type_input=loss_type_input != "logprobs" and loss_type_input)
-        data = list(data) if isinstance(data, Sequence) else data
-        try:
-            first_pass = ForwardBackward(
-                self.model_id, first_pass_data(data), "cross_entropy", forward_only=True
-            )
-            forward_future = self._submit(first_pass)
-        except UserError as error:
-            return Pending(self._submit_failed_gradient(error))
-        weighted_data: Future[Sequence[Datum]] = Future()
-        # `Service.close` waits for a DeferredForwardBackward only if the future of its data is in
-        # the state "running". So set this state before the operation is submitted.
-        weighted_data.set_running_or_notify_cancel()
-        metrics: dict[str, float] = {}
-
-        def differentiate() -> None:
-            self._loss_thread_ids.add(threading.get_ident())
-            try:
-                gradient = custom_gradient(data, forward_future.result(), loss_fn)
-                metrics.update(gradient.metrics)
-            except BaseException as error:
-                weighted_data.set_exception(error)
-            else:
-                weighted_data.set_result(gradient.data)
-            finally:
-                self._loss_thread_ids.discard(threading.get_ident())
-
-        BackgroundThread(differentiate, "planish-custom-loss", exit_seconds=_LOSS_EXIT_SECONDS)
-        backward_future = self._submit(
-            DeferredForwardBackward(self.model_id, weighted_data, "cross_entropy")
-        )
-        return Pending(
-            map_future(backward_future, lambda output: add_custom_metrics(output, metrics))
-        )
+        return Pending(self._operations.submit_custom(data, loss_fn))
 
     forward_backward_custom_async = async_returning_pending(forward_backward_custom)
 
@@ -191,7 +148,7 @@ class TrainingClient(RefusesMethods):
             )
         adam_params = optim_params if adam_params is None else adam_params
         assert adam_params is not None
-        return Pending(self._submit(OptimStep(self.model_id, adam_params)))
+        return Pending(self._operations.submit(OptimStep(self.model_id, adam_params)))
 
     optim_step_async = async_returning_pending(optim_step)
 
@@ -207,7 +164,7 @@ class TrainingClient(RefusesMethods):
         `overwrite` replaces an earlier checkpoint of the same name, which is otherwise an error.
         """
         operation = SaveWeights(self.model_id, name, ttl_seconds, overwrite, user_metadata or {})
-        return Pending(self._submit(operation))
+        return Pending(self._operations.submit(operation))
 
     save_state_async = async_returning_pending(save_state)
 
@@ -218,7 +175,7 @@ class TrainingClient(RefusesMethods):
         optimizer. planish has no access tokens, so `weights_access_token` must be None.
         """
         reject_options(weights_access_token=weights_access_token)
-        return Pending(self._submit(LoadWeights(self.model_id, path)))
+        return Pending(self._operations.submit(LoadWeights(self.model_id, path)))
 
     load_state_async = in_thread(load_state)
 
@@ -229,7 +186,9 @@ class TrainingClient(RefusesMethods):
         at `path`. planish has no access tokens, so `weights_access_token` must be None.
         """
         reject_options(weights_access_token=weights_access_token)
-        return Pending(self._submit(LoadWeights(self.model_id, path, with_optimizer=True)))
+        return Pending(
+            self._operations.submit(LoadWeights(self.model_id, path, with_optimizer=True))
+        )
 
     load_state_with_optimizer_async = in_thread(load_state_with_optimizer)
 
@@ -248,7 +207,7 @@ class TrainingClient(RefusesMethods):
         operation = SaveWeightsForSampler(
             self.model_id, name, ttl_seconds, overwrite, user_metadata or {}
         )
-        return Pending(self._submit(operation))
+        return Pending(self._operations.submit(operation))
 
     save_weights_for_sampler_async = async_returning_pending(save_weights_for_sampler)
 
@@ -289,7 +248,7 @@ class TrainingClient(RefusesMethods):
         if kind not in ("snapshot", "inflight"):
             raise UserError(f"kind={kind!r}: give 'snapshot' or 'inflight'")
         session, sampler_id = self._session, self._session.new_sampler_id()
-        id_future = self._submit(PublishSampler(self.model_id, sampler_id))
+        id_future = self._operations.submit(PublishSampler(self.model_id, sampler_id))
         return Pending(
             map_future(
                 id_future,
@@ -325,20 +284,6 @@ class TrainingClient(RefusesMethods):
         return self._session.tokenizer(self._info.model_data.model_name)
 
     get_tokenizer_async = in_thread(get_tokenizer)
-
-    def _submit_failed_gradient(self, error: UserError) -> Future[ForwardBackwardOutput]:
-        """Submit a forward_backward that fails with `error`, in place of the rejected one."""
-        data: Future[Sequence[Datum]] = Future()
-        data.set_exception(error)
-        return self._submit(DeferredForwardBackward(self.model_id, data, "cross_entropy"))
-
-    def _submit(self, operation: Operation[T]) -> Future[T]:
-        if threading.get_ident() in self._loss_thread_ids:
-            raise UserError(
-                "the custom loss called its own client, which waits for the loss; call the client "
-                "before forward_backward_custom, or use another client"
-            )
-        return self._session.service.submit(operation)
 
     def result(self, timeout: float | None = None) -> TrainingClient:
         """Return this client at once. This method exists for callers that expect a future from

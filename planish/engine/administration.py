@@ -1,7 +1,5 @@
 """What a server needs of an engine besides operations: checkpoints, fingerprints and sizes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from planish.engine.base_models import BaseModels

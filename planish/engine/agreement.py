@@ -6,8 +6,6 @@ together, and where transformers' code computes a part of the layers. The sample
 tokens, and the trainer scores them.
 """
 
-from __future__ import annotations
-
 import logging
 from concurrent.futures import Future
 

@@ -1,7 +1,5 @@
 """Reading of adapters from checkpoints, with checks that a checkpoint fits its base model."""
 
-from __future__ import annotations
-
 from planish.engine.base_models import BaseModel, BaseModels
 from planish.engine.checkpoints.files import Manifest
 from planish.engine.checkpoints.store import CheckpointStore

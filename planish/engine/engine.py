@@ -12,8 +12,6 @@ When the program ends, the engine first waits up to one minute for requested che
 closes like `close(finish=False)`. A checkpoint that is being written is always finished.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,7 +26,6 @@ from planish.engine.constraints.grammar import Grammar
 from planish.engine.engine_thread import EngineThread
 from planish.engine.memory import DeviceMemory, ModelMemory
 from planish.engine.preparation import Preparation
-from planish.engine.replication import AdapterVersion
 from planish.engine.settings import EngineSettings
 from planish.engine.training_operations import TrainingOperations
 from planish.errors import CheckpointError, EngineClosedError
@@ -38,7 +35,6 @@ from planish.model.sources.resolve import checked_mapping, models_from_env_var
 from planish.processes.threads import limit_threads
 from planish.service import (
     CheckpointInfo,
-    ForwardBackward,
     Operation,
     Sample,
     SamplerInfo,
@@ -74,7 +70,6 @@ class HostedEngine(Service, Protocol):
 
     def check_sample(self, base_model: str, operation: Sample) -> None:
         """See `Engine.check_sample`."""
-        ...
 
     def prepare_constraint(self, operation: Sample, base_model: str | None = None) -> Future[Any]:
         """See `Engine.prepare_constraint`."""
@@ -132,9 +127,10 @@ class Engine:
             mapping = {name: path for name, path in mapping.items() if name != path}
         self._base_models = BaseModels(mapping, self._settings, memory, only_these_models)
         self._store = CheckpointStore(data_directory(data_dir))
-        self._preparation = Preparation(
+        self.preparation = Preparation(
             self._base_models, self._store, self._settings.substitute_losses or {}
         )
+        """A fleet also gives it the versions of other engines' adapters."""
         self.administration = Administration(self._base_models, self._store, self._settings)
         self._is_closed = False
         disk = ThreadPoolExecutor(1, thread_name_prefix="planish-disk")
@@ -151,7 +147,7 @@ class Engine:
         """
         self._check_open()
         future: Future[R] = Future()
-        queued = self._preparation.prepare(operation, future)
+        queued = self.preparation.prepare(operation, future)
         # Keep the engine alive until the result is set. After
         # `ServiceClient().create_sampling_client(...).sample(...)` the caller has only the future.
         keep_alive = [self]
@@ -162,7 +158,7 @@ class Engine:
     @property
     def substitutions(self) -> Counter[tuple[str, str]]:
         """Number of operations with a substituted loss, by (requested loss, substitute)."""
-        return self._preparation.substitutions
+        return self.preparation.substitutions
 
     def check_memory(self, base_models: Sequence[str]) -> dict[str, ModelMemory]:
         """Return the memory of these base models, by name. Raise UserError unless they fit on the
@@ -189,7 +185,7 @@ class Engine:
 
     def sampler_info(self, sampler_id: str) -> SamplerInfo:
         """Return a sampler's base model and checkpoint. Available after `close` too."""
-        session = self._preparation.session_by_id(sampler_id)
+        session = self.preparation.session_by_id(sampler_id)
         return SamplerInfo(session.sampler_id, session.base_model, session.model_path)
 
     def tokenizer_directory(self, base_model: str) -> Path:
@@ -202,7 +198,7 @@ class Engine:
         self._check_open()
         if (
             run_id is not None
-            and run_id not in self._preparation.created_model_ids
+            and run_id not in self.preparation.created_model_ids
             and not self._store.has_run(run_id)
         ):
             raise CheckpointError(
@@ -227,7 +223,7 @@ class Engine:
 
     def check_sample(self, base_model: str, operation: Sample) -> None:
         """Raise UserError if the base model would reject this request; load the model if needed."""
-        self._preparation.check_sample(self._base_models.get(base_model), operation)
+        self.preparation.check_sample(self._base_models.get(base_model), operation)
 
     def prepare_constraint(
         self, operation: Sample, base_model: str | None = None
@@ -241,7 +237,7 @@ class Engine:
         constraint = operation.sampling_params.constraint
         assert constraint is not None
         base = (
-            self._preparation.session_by_id(operation.sampler_id).base
+            self.preparation.session_by_id(operation.sampler_id).base
             if base_model is None
             else self._base_models.get(base_model)
         )
@@ -252,31 +248,10 @@ class Engine:
         self._check_open()
         return self._base_models.get(name).fingerprint
 
-    def add_version(self, version: AdapterVersion) -> None:
-        """Make a version of another engine's adapter known (see replication.py)."""
-        self._check_open()
-        self._preparation.add_version(version)
-
-    def drop_version(self, name: str) -> None:
-        """Forget a version. Samplers that were created from the version keep its weights."""
-        self._preparation.versions.pop(name, None)
-
-    def read_checkpoint(self, path: str, base_model: str | None) -> AdapterVersion:
-        """Return the adapter of the checkpoint at a tinker:// path as a version."""
-        self._check_open()
-        return self._preparation.read_checkpoint(path, base_model)
-
     def check(self, operation: Operation[Any]) -> None:
         """Raise UserError if `submit` would reject this operation of a training model."""
         self._check_open()
-        self._preparation.prepare(operation, Future())
-
-    def micro_batch_rows(self, operation: ForwardBackward) -> list[int]:
-        """Check an operation, and return the number of computed tokens of each of its
-        micro-batches. The computation is not started.
-        """
-        self._check_open()
-        return self._preparation.micro_batch_rows(operation)
+        self.preparation.prepare(operation, Future())
 
     def progress(self) -> int | None:
         """Return a number that stays the same while the engine thread hangs; None without work."""
@@ -293,7 +268,7 @@ class Engine:
         """
         self._is_closed = True
         self._thread.close(finish)
-        self._preparation.clear()
+        self.preparation.clear()
         self._base_models.clear()
 
     def _check_open(self) -> None:

@@ -11,8 +11,6 @@ Every operation's future is completed in any case: with a result, with an error,
 EngineClosedError when the thread ends.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import traceback
@@ -24,14 +22,11 @@ from time import perf_counter
 from typing import Any, Literal
 
 from planish.engine.base_models import BaseModel
-from planish.engine.failures import fail_all, prepare_error
 from planish.engine.fairness import FairShare
 from planish.engine.release_memory import clear_frames
-from planish.engine.sampler_sessions import CANCELLED_CREATION, SamplerSessions
+from planish.engine.sampler_sessions import SamplerSessions
 from planish.engine.training_models import (
-    QueuedCreation,
     QueuedDeferredForwardBackward,
-    QueuedForwardBackward,
     QueuedOperation,
     QueuedPublish,
     QueuedSampling,
@@ -40,7 +35,8 @@ from planish.engine.training_models import (
     TrainingModel,
 )
 from planish.engine.training_operations import TrainingOperations
-from planish.errors import EngineClosedError, PlanishError, UserError
+from planish.engine.training_queues import TrainingQueues
+from planish.errors import EngineClosedError, PlanishError
 from planish.model.layers.linear import before_each_matmul
 from planish.processes.background import BackgroundThread, wait_for_saves
 from planish.processes.threads import short_switch_interval
@@ -69,7 +65,6 @@ class EngineThread:
 
         `on_end` is called in the engine thread after its last turn.
         """
-        self._operations = operations
         self._on_end = on_end
         self._inbox: SimpleQueue[QueuedOperation | _Wake | _Stop] = SimpleQueue()
         self._has_ended = threading.Event()
@@ -83,8 +78,7 @@ class EngineThread:
         self._is_aborted = False
         """Whether the work in progress must stop at its next matmul."""
         self._stop_request: _Stop | None = None
-        self._training_models: list[TrainingModel] = []
-        """The training models whose queues are not empty."""
+        self._training_queues = TrainingQueues(operations)
         self._sampler_sessions = SamplerSessions()
         self._side_shares: FairShare[Side] = FairShare()
         self._training_shares: FairShare[TrainingModel] = FairShare()
@@ -181,7 +175,9 @@ class EngineThread:
 
     def _receive(self) -> None:
         """Take all items from the inbox, and wait for one if there is no work."""
-        block = not self._has_work() and (self._stop_request is None or self._awaits_data())
+        block = not self._has_work() and (
+            self._stop_request is None or self._training_queues.await_data
+        )
         if block:
             # No model has work, so the time that each model used so far does not matter.
             self._reset_shares()
@@ -204,19 +200,17 @@ class EngineThread:
         """Return whether the thread was asked to stop and has nothing left to finish."""
         if self._stop_request is None:
             return False
-        # `_awaits_data` must be called first. In the other order, data could become ready between
-        # the two calls. Then both calls would return False, and the thread would end without
-        # running the operation that needs these data.
-        return not (self._stop_request.finish and (self._awaits_data() or self._has_work()))
-
-    def _awaits_data(self) -> bool:
-        """Return whether the next operation of any training model waits for data being prepared."""
-        return any(model.awaits_data for model in self._training_models)
+        # `await_data` must be read first. In the other order, data could become ready between the
+        # two. Then both would be False, and the thread would end without running the operation that
+        # needs these data.
+        return not (
+            self._stop_request.finish and (self._training_queues.await_data or self._has_work())
+        )
 
     def _has_work(self) -> bool:
         """Return whether a training model or a sampler can take a turn now."""
-        return any(model.is_ready for model in self._training_models) or bool(
-            self._sampler_sessions.busy_base_models()
+        return bool(
+            self._training_queues.ready_models() or self._sampler_sessions.busy_base_models()
         )
 
     def _reset_shares(self) -> None:
@@ -226,7 +220,7 @@ class EngineThread:
 
     def _run_turn(self) -> None:
         """Let one training model or one sampler take a turn, and charge its time."""
-        ready_models = [model for model in self._training_models if model.is_ready]
+        ready_models = self._training_queues.ready_models()
         busy_base_models = self._sampler_sessions.busy_base_models()
         sides: list[Side] = []
         if busy_base_models:
@@ -241,7 +235,9 @@ class EngineThread:
             self._sampler_sessions.finish_steps()
         if side == "training":
             model = self._training_shares.pick(ready_models)
-            self._run_training_turn(model)
+            finished = self._training_queues.run_turn(model)
+            if isinstance(finished, QueuedPublish):
+                self._sampler_sessions.start_waiting_requests(finished.session)
             self._wait_for_device(model.base, is_alone)
             self._training_shares.charge(model, perf_counter() - start)
         else:
@@ -264,9 +260,7 @@ class EngineThread:
     def _accept(self, queued: QueuedOperation) -> None:
         """Append an operation to its model's queue, or start an operation on a sampler."""
         if isinstance(queued, QueuedTraining):
-            if not queued.model.queue:
-                self._training_models.append(queued.model)
-            queued.model.queue.append(queued)
+            self._training_queues.append(queued)
             if isinstance(queued, QueuedDeferredForwardBackward):
                 queued.operation.data.add_done_callback(lambda _: self._inbox.put(_Wake()))
             return
@@ -276,52 +270,16 @@ class EngineThread:
         except Exception as error:
             queued.fail(error)
 
-    def _run_training_turn(self, model: TrainingModel) -> None:
-        """Do one piece (for instance a micro-batch) of the training model's first operation."""
-        queued = model.queue[0]
-        model.base.make_current()
-        if self._run_piece(model, queued):
-            return
-        model.work = None
-        model.queue.popleft()
-        if not model.queue:
-            self._training_models.remove(model)
-        if isinstance(queued, QueuedPublish):
-            self._sampler_sessions.start_waiting_requests(queued.session)
-
-    def _run_piece(self, model: TrainingModel, queued: QueuedTraining) -> bool:
-        """Do one piece of the operation, and return whether it needs another turn."""
-        try:
-            if model.work is None:
-                if not queued.future.set_running_or_notify_cancel():
-                    _record_cancellation(queued)
-                    return False
-                model.work = self._operations.start(queued)
-            next(model.work)
-        except StopIteration:
-            return False
-        except BaseException as error:
-            prepare_error(error, model.base)
-            queued.fail(error)
-            if not isinstance(error, Exception):
-                raise
-            return False
-        return True
-
     def _shut_down(self) -> None:
         """Fail all operations that are left and release all tensors."""
         self._has_ended.set()
         error = self._closed_error()
-        for model in self._training_models:
-            if model.work is not None:
-                model.work.close()
-            fail_all(model.queue, error)
+        self._training_queues.close(error)
         self._reject_inbox()
         self._sampler_sessions.close(error)
         # Drop the references to all tensors here. Otherwise the tensors would be freed while the
         # thread shuts down, or later in any other thread that drops the last reference to this
         # object.
-        self._training_models = []
         self._reset_shares()
         self._on_end()
 
@@ -351,25 +309,3 @@ class EngineThread:
         )
         error.__cause__ = self._fatal_error
         return error
-
-
-def _record_cancellation(queued: QueuedTraining) -> None:
-    """Record that a queued operation was cancelled.
-
-    If it was a forward_backward, the next optim_step is rejected, because its gradient would
-    lack the cancelled part.
-    """
-    adds_gradient = False
-    match queued:
-        case QueuedPublish():
-            queued.session.failure = CANCELLED_CREATION
-        case QueuedCreation():
-            queued.model.failure = CANCELLED_CREATION
-        case QueuedForwardBackward():
-            adds_gradient = not queued.operation.forward_only
-        case QueuedDeferredForwardBackward():
-            adds_gradient = True
-        case _:
-            pass
-    if adds_gradient and queued.model.adapter is not None:
-        queued.model.adapter.reject_next_step(UserError("the forward_backward was cancelled"))

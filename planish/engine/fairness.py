@@ -5,8 +5,6 @@ A key earns no credit while it is absent. When it returns, its used time is rais
 waiting keys. If the key has used more time than the waiting keys, its used time stays unchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 

@@ -4,8 +4,6 @@ It names the kernels, says whether they are batch-invariant, and gives the expec
 between the logprobs of sampler and trainer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@
 everything that an operation names, so that a mistake is an error of the call that made it.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 from collections import Counter
@@ -171,7 +169,9 @@ class Preparation:
                 )
 
     def add_version(self, version: AdapterVersion) -> None:
-        """Make a version known, for `CreateVersionSampler` and `ComputePart`."""
+        """Make a version of another engine's adapter known (see replication.py), for
+        `CreateVersionSampler` and `ComputePart`.
+        """
         base = self._base_models.get(version.base_model)
         base.check_rank(version.lora.rank)
         layout = LoraLayout(base.config, version.lora)
@@ -189,14 +189,20 @@ class Preparation:
         model.failure = "it is trained by another engine"
         self.versions[version.name] = AddedVersion(version.name, model, vector)
 
+    def drop_version(self, name: str) -> None:
+        """Forget a version. Samplers that were created from the version keep its weights."""
+        self.versions.pop(name, None)
+
     def read_checkpoint(self, path: str, base_model: str | None) -> AdapterVersion:
-        """Return the adapter of a checkpoint as a version."""
+        """Return the adapter of the checkpoint at a tinker:// path as a version."""
         base, name, loaded = self._loader.open(path, base_model, with_optimizer=False)
         vector = loaded.state["master"].to(base.backend.dtype)
         return AdapterVersion.from_vector(name, base.fingerprint, loaded.layout.lora_config, vector)
 
     def micro_batch_rows(self, op: ForwardBackward) -> list[int]:
-        """Check an operation, and return the number of computed tokens of each micro-batch."""
+        """Check an operation, and return the number of computed tokens of each of its
+        micro-batches. The computation is not started.
+        """
         model = self._model_by_id(op.model_id)
         return model.base.trainer.micro_batch_rows(self._read_batch(model, op))
 

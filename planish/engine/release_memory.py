@@ -5,8 +5,6 @@ blocks for reuse. It cannot always join them, because blocks between them are st
 process may grow to several times the memory that it needs at a time.
 """
 
-from __future__ import annotations
-
 import ctypes
 from contextlib import suppress
 from functools import cache

@@ -102,7 +102,7 @@ class ExportWeights(Operation[ExportedWeights]):
 
 @dataclass(frozen=True)
 class CreateVersionSampler(Operation[str]):
-    """Create a sampler for a version that was given to `Engine.add_version`."""
+    """Create a sampler for a version that was given to `Preparation.add_version`."""
 
     sampler_id: str
     version: str

@@ -5,8 +5,6 @@ All values are checked before anything is loaded.
 
 # pyright: reportUnnecessaryIsInstance=false
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Mapping

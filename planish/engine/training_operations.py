@@ -6,8 +6,6 @@ the future. Checkpoints are written by another thread while the model continues.
 because their tensors never change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from concurrent.futures import Executor
 from dataclasses import replace

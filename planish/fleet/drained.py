@@ -1,7 +1,5 @@
 """The numbers of the drained replicas of a server, in a file of its data directory."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from pathlib import Path

@@ -5,9 +5,6 @@ on seed, sample and position only. Micro-batches depend on the call only, and th
 added in a fixed order (engine/training/gradient_tree.py).
 """
 
-from __future__ import annotations
-
-import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -15,14 +12,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from planish.engine.replication import AdapterVersion
-from planish.errors import CheckpointError, EngineClosedError, UserError
+from planish.errors import CheckpointError, EngineClosedError
+from planish.fleet.futures import done_future
 from planish.fleet.link import Link, ReplicaLostError
 from planish.fleet.releases import ReleaseQueue
-from planish.fleet.remote_engine import unknown_id
 from planish.fleet.replica import Replica, SharedVersion
 from planish.fleet.replica_set import ReplicaSet
 from planish.fleet.samplers import FleetSampler, FleetSamplers
-from planish.fleet.training import FleetModel
+from planish.fleet.training import FleetModels
 from planish.fleet.versions import SharedVersions
 from planish.processes.stall_watch import SILENT_SECONDS, STALL_SECONDS
 from planish.service import (
@@ -68,9 +65,6 @@ class Fleet:
         self._check_free = check_free
         self._on_close = on_close
         self._is_closed = False
-        self._models: dict[str, FleetModel] = {}
-        self._created_model_ids: set[str] = set()
-        self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="planish-fleet")
         self.replicas = ReplicaSet(
             start_link,
@@ -83,6 +77,7 @@ class Fleet:
             stall_seconds,
         )
         self._versions = SharedVersions(put, self.replicas, self._threads)
+        self._models = FleetModels(self.replicas, self._versions)
         self._samplers = FleetSamplers(self.replicas, self._threads, self._versions.drop)
         self._releases = ReleaseQueue(self)
 
@@ -100,12 +95,12 @@ class Fleet:
             case Sample():
                 future = self._samplers.sample(operation)
             case UnloadModel():
-                self._model(operation.model_id)  # raises UserError for an unknown model
+                self._models.get(operation.model_id)  # raises UserError for an unknown model
                 future = self._releases.put(operation)
             case ReleaseSampler():
                 future = self._releases.put(_Release(self._samplers.remove(operation.sampler_id)))
             case _:
-                future = self._model(operation.model_id).submit(operation)  # pyright: ignore[reportAttributeAccessIssue]
+                future = self._models.get(operation.model_id).submit(operation)  # pyright: ignore[reportAttributeAccessIssue]
         return future
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
@@ -126,7 +121,7 @@ class Fleet:
             return self._call("checkpoints", run_id)
         except CheckpointError:
             # Only the home replica knows a model without checkpoints.
-            if run_id in self._created_model_ids:
+            if run_id in self._models.created_ids:
                 return []
             raise
 
@@ -154,8 +149,7 @@ class Fleet:
         self.replicas.is_closing = True
         try:
             if finish:
-                for model in list(self._models.values()):
-                    model.wait_until_idle()
+                self._models.wait_until_idle()
             self.replicas.close(finish)
         finally:
             self._releases.stop()
@@ -166,51 +160,22 @@ class Fleet:
         """Free a model or sampler. The thread of the releases calls this."""
         if isinstance(operation, _Release):
             self._samplers.release(operation.sampler)
-            return _done()
+            return done_future()
         assert isinstance(operation, UnloadModel)
-        model = self._models.pop(operation.model_id)
-        try:
-            return model.submit(operation)
-        except ReplicaLostError:  # the model is gone already
-            model.drop_export()
-            return _done()
-        finally:
-            with self._lock:
-                model.home.num_models -= 1
+        return self._models.unload(operation)
 
     def _create_model(self, operation: CreateModel) -> Future[Any]:
-        if operation.model_id in self._models:
-            raise UserError(f"model_id={operation.model_id!r} is already in use; choose another id")
+        self._models.check_is_new(operation.model_id)
         if operation.base_model is not None:
             base_model = operation.base_model
         else:
             assert operation.from_path is not None
             base_model = self.checkpoint_info(operation.from_path).base_model
         self.replicas.load_base_model(base_model)
-        home, future = self._create_at_home(operation)
-        self._models[operation.model_id] = FleetModel(
-            operation.model_id, base_model, home, self.replicas, self._versions
-        )
-        self._created_model_ids.add(operation.model_id)
-        return future
-
-    def _create_at_home(self, operation: CreateModel) -> tuple[Replica, Future[Any]]:
-        """Create a model on the replica with the fewest. Return the replica, and the result."""
-        while True:
-            home = self.replicas.choose_home()
-            with self._lock:
-                home.num_models += 1
-            try:
-                return home, home.engine.submit(operation)
-            except BaseException as error:
-                with self._lock:
-                    home.num_models -= 1
-                if not isinstance(error, ReplicaLostError):
-                    raise
-                self.replicas.wait_until_lost(home)
+        return self._models.create(operation, base_model)
 
     def _publish(self, operation: PublishSampler) -> Future[str]:
-        model = self._model(operation.model_id)
+        model = self._models.get(operation.model_id)
         sampler = self._samplers.add(SamplerInfo(operation.sampler_id, model.base_model, None))
         future: Future[str] = Future()
         try:
@@ -249,7 +214,7 @@ class Fleet:
     def _create_sampler(self, operation: CreateSampler) -> Future[str]:
         shared, base_model = None, operation.base_model
         if operation.model_path is not None:
-            version = self._call("read_checkpoint", operation.model_path, base_model)
+            version = self._call("preparation.read_checkpoint", operation.model_path, base_model)
             base_model, shared = version.base_model, self._versions.share(version)
         assert base_model is not None
         self.replicas.load_base_model(base_model)
@@ -257,23 +222,16 @@ class Fleet:
             SamplerInfo(operation.sampler_id, base_model, operation.model_path)
         )
         self._samplers.set_source(sampler, shared, None)
-        return _done(operation.sampler_id)
+        return done_future(operation.sampler_id)
 
     def _describe_loss(self, operation: Operation[Any], error: ReplicaLostError) -> str:
-        model = self._models.get(getattr(operation, "model_id", None) or "")
+        model = self._models.by_id.get(getattr(operation, "model_id", None) or "")
         return str(error) if model is None or model.loss is None else model.loss
 
     def _handle_loss(self, replica: Replica) -> None:
-        for model in list(self._models.values()):
-            if model.home is replica:
-                model.lose(self.replicas.fault)
+        for model in self._models.on(replica):
+            model.lose(self.replicas.fault)
         self._samplers.forget_replica(replica)
-
-    def _model(self, model_id: str) -> FleetModel:
-        model = self._models.get(model_id)
-        if model is None:
-            raise unknown_id("model", model_id)
-        return model
 
     def _call(self, name: str, *args: Any) -> Any:
         """Call a method of any engine."""
@@ -283,13 +241,6 @@ class Fleet:
     def _check_open(self) -> None:
         if self._is_closed:
             raise EngineClosedError("the engine is closed; make a new ServiceClient")
-
-
-def _done(value: Any = None) -> Future[Any]:
-    """Return a future with a result."""
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
 
 
 class _Release(Operation[None]):

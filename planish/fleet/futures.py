@@ -1,7 +1,5 @@
 """The futures of operations in other processes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -59,3 +57,10 @@ def copy_outcome(source: Future[Any] | asyncio.Future[Any], target: Future[Any])
             target.set_exception(error)
         else:
             target.set_result(source.result())
+
+
+def done_future(value: Any = None) -> Future[Any]:
+    """Return a future with a result."""
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future

@@ -1,7 +1,5 @@
 """`EngineHost`: an engine that is used by a program in another process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace

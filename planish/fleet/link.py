@@ -1,7 +1,5 @@
 """`Link`, the connection to an engine in another process, and what is sent over it."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -89,11 +87,9 @@ class Link(Protocol):
 
     def end(self) -> None:
         """Let the process end by itself. It first finishes checkpoints that are being saved."""
-        ...
 
     def kill(self) -> None:
         """End the process at once, even if it is stopped."""
-        ...
 
 
 def transportable(error: BaseException) -> BaseException:

@@ -1,7 +1,5 @@
 """How many replicas a fleet has, and what each of them occupies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ closed when the child dies, and the parent's end when the parent dies, so each s
 death of the other at once.
 """
 
-from __future__ import annotations
-
 import itertools
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """The main function of a spawned process with an engine (see process.py)."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 import signal

@@ -1,8 +1,6 @@
 # pyright: reportMissingImports=false
 """A link to an engine in a Ray actor. Needs planish[ray]."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import logging
 import os

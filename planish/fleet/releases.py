@@ -4,8 +4,6 @@ Finalizers of clients submit such operations. A finalizer may run in any thread,
 held, so it must neither wait nor take a lock.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future

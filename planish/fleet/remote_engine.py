@@ -1,7 +1,5 @@
 """`RemoteEngine`: `Service` on an engine in another process."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 import weakref

@@ -81,9 +81,9 @@ class Replica:
     """The number of sampling requests that this replica has answered."""
     num_micro_batches: int = 0
     """The number of micro-batches that this replica has computed for models of other replicas."""
-    num_losses: int = 0
+    num_lost_processes: int = 0
     """How many processes of this number were lost. The end of a drained one is no loss."""
-    num_idle_losses: int = 0
+    num_lost_idle: int = 0
     """How many of them were lost in a row before they had done any work."""
     work_before: int = 0
     """The work of the earlier processes: samples and micro-batches."""
@@ -124,8 +124,8 @@ class Replica:
         """Pass the counts of this lost replica on to the one that replaces it."""
         successor.num_samples = self.num_samples
         successor.num_micro_batches = self.num_micro_batches
-        successor.num_losses = self.num_losses
-        successor.num_idle_losses = 0 if self.has_worked else self.num_idle_losses + 1
+        successor.num_lost_processes = self.num_lost_processes
+        successor.num_lost_idle = 0 if self.has_worked else self.num_lost_idle + 1
         successor.work_before = self._work
 
     def load_base_model(self, name: str) -> str:
@@ -138,7 +138,7 @@ class Replica:
         """Fetch a version, unless it is here."""
         with self._lock:
             if shared.version.name not in self._versions:
-                self.engine.call("add_version", shared.handle)
+                self.engine.call("preparation.add_version", shared.handle)
                 self._versions.add(shared.version.name)
 
     def drop_version(self, name: str, used: Container[str]) -> None:
@@ -146,7 +146,7 @@ class Replica:
         with self._lock:
             if name in self._versions and name not in used:
                 self._versions.discard(name)
-                self.engine.call("drop_version", name)
+                self.engine.call("preparation.drop_version", name)
 
     def add_sampler(self, source: SamplerSource) -> None:
         """Create a sampler, unless it is here."""
@@ -216,6 +216,20 @@ class Watch:
             return
         replica.num_signs += 1
         self._waiting.discard(replica)
+
+
+def check_weights(name: str, replicas: Sequence[Replica]) -> None:
+    """Raise UserError unless the loaded base models of this name have the same weights."""
+    found = {r.number: r.fingerprints[name] for r in replicas if name in r.fingerprints}
+    check_same(f"the weights of base_model={name!r}", found)
+
+
+def check_machines(replicas: Sequence[Replica]) -> None:
+    """Raise UserError unless the known machines have the same packages and devices."""
+    machines = {replica.number: getattr(replica.link, "machine", None) for replica in replicas}
+    known = {number: machine for number, machine in machines.items() if machine is not None}
+    check_same("the versions of packages", {n: m.versions for n, m in known.items()})
+    check_same("the devices", {n: m.device for n, m in known.items()})
 
 
 def check_same(what: str, found: Mapping[int, object]) -> None:

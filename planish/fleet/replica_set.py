@@ -1,7 +1,5 @@
 """The replicas of a fleet: start, choice, loss and replacement."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Collection
@@ -12,7 +10,7 @@ from typing import Any
 from planish.errors import EngineClosedError, UserError
 from planish.fleet.link import Link, ReplicaLostError
 from planish.fleet.remote_engine import RemoteEngine
-from planish.fleet.replica import EndedLink, Replica, Watch, check_same
+from planish.fleet.replica import EndedLink, Replica, Watch, check_machines, check_weights
 from planish.processes.background import BackgroundThread
 from planish.processes.stall_watch import SILENT_SECONDS, STALL_SECONDS
 from planish.service import Operation
@@ -68,7 +66,7 @@ class ReplicaSet:
         """All replicas by number. A lost replica is in the list until it is replaced."""
         try:
             self.replicas = [start.result() for start in starts]
-            self._check_machines(self.replicas)
+            check_machines(self.replicas)
         except BaseException:
             for start in starts:
                 if start.exception() is None:
@@ -135,7 +133,7 @@ class ReplicaSet:
             added = _without_process(number)
             if idle:
                 idle[0].succeeded_by(added)
-            added.is_draining, added.is_added, added.num_idle_losses = False, True, 0
+            added.is_draining, added.is_added, added.num_lost_idle = False, True, 0
             self.replicas[number : number + 1] = [added]
         threading.Thread(target=partial(self._replace, added), daemon=True).start()
         return added
@@ -172,7 +170,7 @@ class ReplicaSet:
                 else:
                     load.result()
             live = self.live()
-        self._check_weights(name, live)
+        check_weights(name, live)
         self._base_models.add(name)
 
     def close(self, finish: bool) -> None:
@@ -202,27 +200,17 @@ class ReplicaSet:
         weights are not those of the others.
         """
         others = [r for r in self.replicas if not r.is_lost and r.number != replica.number]
-        self._check_machines([*others, replica])
+        check_machines([*others, replica])
         for name in list(self._base_models):
             replica.load_base_model(name)
-            self._check_weights(name, [*others, replica])
-
-    def _check_weights(self, name: str, replicas: list[Replica]) -> None:
-        found = {r.number: r.fingerprints[name] for r in replicas if name in r.fingerprints}
-        check_same(f"the weights of base_model={name!r}", found)
-
-    def _check_machines(self, replicas: list[Replica]) -> None:
-        machines = {replica.number: getattr(replica.link, "machine", None) for replica in replicas}
-        known = {number: machine for number, machine in machines.items() if machine is not None}
-        check_same("the versions of packages", {n: m.versions for n, m in known.items()})
-        check_same("the devices", {n: m.device for n, m in known.items()})
+            check_weights(name, [*others, replica])
 
     def _handle_loss(self, replica: Replica, error: ReplicaLostError) -> None:
         if self.is_closing:
             return
         _log.warning("replica %d is lost: %s", replica.number, error)
         with self._changed:
-            replica.num_losses += not replica.is_draining
+            replica.num_lost_processes += not replica.is_draining
             self._changed.notify_all()
         self._on_lost(replica)
         threading.Thread(target=partial(self._replace, replica), daemon=True).start()
@@ -254,7 +242,7 @@ class ReplicaSet:
         if lost.is_draining:
             _log.warning("replica %d is drained", lost.number)
             return False
-        if not lost.has_worked and lost.num_idle_losses + 1 >= _MAX_IDLE_LOSSES:
+        if not lost.has_worked and lost.num_lost_idle + 1 >= _MAX_IDLE_LOSSES:
             self._give_up(lost, f"it was lost {_MAX_IDLE_LOSSES} times before it had done any work")
             return False
         return True
@@ -276,7 +264,7 @@ class ReplicaSet:
         except ReplicaLostError:
             return  # Its own loss replaces it.
         except BaseException:
-            replica.num_idle_losses = _MAX_IDLE_LOSSES  # it would be rejected again
+            replica.num_lost_idle = _MAX_IDLE_LOSSES  # it would be rejected again
             replica.link.kill()
             raise
         finally:

@@ -7,8 +7,6 @@ follows its prefix as long as that saves more than waiting costs, and a prefix t
 share does not send all of them to one replica.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 

@@ -58,7 +58,7 @@ class FleetSample:
         self.sampler = sampler
         self.future: RemoteFuture[SampleResponse] = RemoteFuture(self._cancel)
         self._attempt: Future[SampleResponse] | None = None
-        self.num_losses = 0
+        self.num_lost_replicas = 0
         """How many replicas were lost while they ran this request."""
         self._num_delivered: Counter[int] = Counter()
         """The number of streamed tokens of each sample that the caller has got."""
@@ -221,9 +221,9 @@ class FleetSamplers:
         """Dispatch a request whose replica was lost. Suspects run one at a time, so that a request
         that ends its replica does not do so while the others run.
         """
-        sample.num_losses += 1
+        sample.num_lost_replicas += 1
         self._end_suspicion(sample)
-        if sample.num_losses >= _MAX_LOSSES:
+        if sample.num_lost_replicas >= _MAX_LOSSES:
             self._close_request(sample)
             sample.future.set_exception(
                 UserError(
@@ -231,7 +231,7 @@ class FleetSamplers:
                     "they sampled it; send fewer or shorter sequences in one request"
                 )
             )
-        elif sample.num_losses >= _SUSPECT_LOSSES:
+        elif sample.num_lost_replicas >= _SUSPECT_LOSSES:
             with self._lock:
                 self._suspects.append(sample)
             self._dispatch_suspect()

@@ -1,7 +1,5 @@
 """`ServedFleet`: a fleet behind a server, which needs more of an engine than `Service`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -149,7 +147,7 @@ class ServedFleet(Fleet):
 
     def models_on(self, replica: Replica) -> list[str]:
         """Return the ids of the training models whose home is this replica."""
-        return [id for id, model in list(self._models.items()) if model.home is replica]
+        return [model.model_id for model in self._models.on(replica)]
 
     def end_if_idle(self, replica: Replica) -> bool:
         """End a drained replica if nothing runs on it. Return whether it has ended."""
@@ -179,7 +177,7 @@ def _status_of(replica: Replica) -> dict[str, Any]:
         "unfinished_tokens": replica.load,
         "samples": replica.num_samples,
         "micro_batches": replica.num_micro_batches,
-        "losses": replica.num_losses,
+        "losses": replica.num_lost_processes,
         "resident_bytes": replica.status.resident_bytes,
     }
 

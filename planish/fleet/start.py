@@ -1,7 +1,5 @@
 """Starts engines outside of the caller's process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

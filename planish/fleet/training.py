@@ -1,36 +1,28 @@
-"""A training model of a fleet: its order of operations, and the spread of its gradients.
+"""The training models of a fleet: their homes, and the order of their operations.
 
 The home replica of a model has its gradient and optimizer state. It runs all operations of the
 model, except that the micro-batches of a `ForwardBackward` are spread over all replicas.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
-from planish.engine.replication import (
-    ComputePart,
-    ExportWeights,
-    FinishParts,
-    RejectNextStep,
-    SentPart,
-)
+from planish.engine.replication import ExportWeights, RejectNextStep
 from planish.errors import EngineClosedError, UserError
-from planish.fleet.futures import RemoteFuture, copy_outcome
+from planish.fleet.futures import RemoteFuture, copy_outcome, done_future
 from planish.fleet.link import ReplicaLostError
-from planish.fleet.remote_engine import SAVES
+from planish.fleet.remote_engine import SAVES, unknown_id
 from planish.fleet.replica import Replica, SharedVersion
 from planish.fleet.replica_set import ReplicaSet
+from planish.fleet.spread_call import SpreadCall
 from planish.fleet.versions import CurrentVersion, SharedVersions
 from planish.processes.background import BackgroundThread, wait_for_saves
 from planish.service import (
+    CreateModel,
     DeferredForwardBackward,
     ForwardBackward,
     LoadWeights,
@@ -73,15 +65,6 @@ class Step:
         if self._attempt is not None:
             return self._attempt.cancel()
         return not self._has_begun
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A part of a call that a replica computes."""
-
-    micro_batches: range
-    replica: Replica
-    future: Future[SentPart]
 
 
 class FleetModel:
@@ -188,7 +171,7 @@ class FleetModel:
 
     def _rows(self, operation: ForwardBackward) -> list[int]:
         """Return the number of rows of each micro-batch. Raise UserError for invalid data."""
-        return self.home.engine.call("micro_batch_rows", operation)
+        return self.home.engine.call("preparation.micro_batch_rows", operation)
 
     def _submit_home(self, operation: Operation[Any]) -> Future[Any]:
         """Submit an operation to the home replica. The caller has the lock."""
@@ -276,17 +259,9 @@ class FleetModel:
     def _spread(self, operation: ForwardBackward, rows: Sequence[int]) -> Future[Any]:
         """Compute the micro-batches on all replicas, and add the gradients on the home replica."""
         others = [replica for replica in self._replicas.open() if replica is not self.home]
-        replicas = [self.home, *others]
-        shared = self._current_version() if len(replicas) > 1 else None
-        parts = [
-            self._start_part(operation, micro_batches, replica, shared)
-            for micro_batches, replica in zip(divide(rows, len(replicas)), replicas, strict=False)
-        ]
-        results = [self._result_of(operation, part) for part in parts]
-        num_tokens = operation.num_tokens
-        finish = FinishParts(
-            self.model_id, operation.loss_fn, num_tokens, results, operation.forward_only
-        )
+        shared = self._current_version() if others else None
+        call = SpreadCall(self.model_id, operation, self.home, shared)
+        finish = call.compute(rows, others)
         with self._lock:
             return self._submit_home(finish)
 
@@ -296,59 +271,71 @@ class FleetModel:
             exported = self._submit_home(ExportWeights(self.model_id))
         return exported.result()
 
-    def _start_part(
-        self,
-        operation: ForwardBackward,
-        micro_batches: range,
-        replica: Replica,
-        shared: SharedVersion | None,
-    ) -> _Part:
-        part = ComputePart(
-            operation.data,
-            operation.loss_fn,
-            micro_batches,
-            operation.loss_fn_config,
-            operation.forward_only,
-            model_id=self.model_id,
+
+class FleetModels:
+    """All training models of a fleet."""
+
+    def __init__(self, replicas: ReplicaSet, versions: SharedVersions) -> None:
+        self._replicas = replicas
+        self._versions = versions
+        self.by_id: dict[str, FleetModel] = {}
+        """The models that are not unloaded."""
+        self.created_ids: set[str] = set()
+        """The ids of all models that were ever created."""
+        self._lock = threading.Lock()
+
+    def get(self, model_id: str) -> FleetModel:
+        """Return a model. Raise UserError if there is none of this id."""
+        model = self.by_id.get(model_id)
+        if model is None:
+            raise unknown_id("model", model_id)
+        return model
+
+    def check_is_new(self, model_id: str) -> None:
+        """Raise UserError if a model has this id."""
+        if model_id in self.by_id:
+            raise UserError(f"model_id={model_id!r} is already in use; choose another id")
+
+    def create(self, operation: CreateModel, base_model: str) -> Future[Any]:
+        """Create a model on the replica with the fewest. All replicas have the base model."""
+        home, future = self._create_at_home(operation)
+        self.by_id[operation.model_id] = FleetModel(
+            operation.model_id, base_model, home, self._replicas, self._versions
         )
-        if replica is not self.home:
-            assert shared is not None
-            part = replace(part, model_id=None, version=shared.version.name)
+        self.created_ids.add(operation.model_id)
+        return future
+
+    def _create_at_home(self, operation: CreateModel) -> tuple[Replica, Future[Any]]:
+        while True:
+            home = self._replicas.choose_home()
+            with self._lock:
+                home.num_models += 1
             try:
-                replica.add_version(shared)
-                future = replica.engine.submit(part)
-            except ReplicaLostError as error:
-                future = Future()
-                future.set_exception(error)
-        else:
-            future = replica.engine.submit(part)
-        return _Part(micro_batches, replica, future)
+                return home, home.engine.submit(operation)
+            except BaseException as error:
+                with self._lock:
+                    home.num_models -= 1
+                if not isinstance(error, ReplicaLostError):
+                    raise
+                self._replicas.wait_until_lost(home)
 
-    def _result_of(self, operation: ForwardBackward, part: _Part) -> SentPart:
-        """Return the result of a part. The home computes the part of a lost replica again."""
+    def unload(self, operation: UnloadModel) -> Future[Any]:
+        """Free a model."""
+        model = self.by_id.pop(operation.model_id)
         try:
-            result = part.future.result()
-        except ReplicaLostError:
-            if part.replica is self.home:
-                raise
-            again = self._start_part(operation, part.micro_batches, self.home, None)
-            return again.future.result()
-        if part.replica is not self.home:
-            part.replica.num_micro_batches += len(part.micro_batches)
-        return result
+            return model.submit(operation)
+        except ReplicaLostError:  # the model is gone already
+            model.drop_export()
+            return done_future()
+        finally:
+            with self._lock:
+                model.home.num_models -= 1
 
+    def on(self, replica: Replica) -> list[FleetModel]:
+        """Return the models whose home is this replica."""
+        return [model for model in list(self.by_id.values()) if model.home is replica]
 
-def divide(rows: Sequence[int], count: int) -> list[range]:
-    """Divide micro-batches of these numbers of rows into at most `count` ranges of about equal
-    work. No range is empty.
-    """
-    count = min(count, len(rows))
-    ends = list(accumulate(rows))
-    borders = [0]
-    for part in range(1, count):
-        target = ends[-1] * part / count
-        nearest = min(range(len(rows)), key=lambda index: abs(ends[index] - target)) + 1
-        # Leave at least one micro-batch for this part and for each of the parts after it.
-        borders.append(min(max(nearest, borders[-1] + 1), len(rows) - (count - part)))
-    borders.append(len(rows))
-    return [range(start, stop) for start, stop in pairwise(borders)]
+    def wait_until_idle(self) -> None:
+        """Wait until every operation was submitted to a replica."""
+        for model in list(self.by_id.values()):
+            model.wait_until_idle()

@@ -1,7 +1,5 @@
 """The versions of adapters that the replicas of a fleet share."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable

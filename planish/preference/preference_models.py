@@ -83,7 +83,6 @@ class BoundedPreferenceModel(PreferenceModel, Protocol):
         """Raise UserError, which begins with `where`, if the model cannot compare answers of
         `max_tokens` tokens to `prompt`. The tokens are those of the model's own tokenizer.
         """
-        ...
 
 
 class PreferenceModelBuilder(ABC):

@@ -17,7 +17,6 @@ class AddArgument(Protocol):
         `options` are those of `ArgumentParser.add_argument`. An option with a default has the type
         of this default, and its help ends with the default, unless it names the default itself.
         """
-        ...
 
 
 def argument_adder(

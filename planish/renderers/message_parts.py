@@ -115,11 +115,9 @@ class MessageParser(Protocol):
 
     def feed(self, piece: str | Control) -> None:
         """Add text, or one of `tags`."""
-        ...
 
     def finish(self, stop: int | str | None) -> None:
         """End the message. `stop` is the stop token or stop string that ended it, if any."""
-        ...
 
 
 @dataclass

@@ -53,7 +53,6 @@ class Service(ABC):
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of one step."""
-        ...
 
     takes_rollouts: ClassVar[bool] = False
     """Whether `log_rollouts` sends something."""
@@ -66,7 +65,6 @@ class Service(ABC):
     @abstractmethod
     def close(self, failed: bool) -> None:
         """Finish the run at the service. `failed`: the run ended with an error."""
-        ...
 
 
 class TensorBoard(Service):

@@ -43,7 +43,6 @@ class MetricLog(ABC):
     @abstractmethod
     def log(self, step: int, metrics: Metrics) -> None:
         """Write the metrics of one step."""
-        ...
 
     @property
     def takes_rollouts(self) -> bool:

@@ -60,7 +60,6 @@ class Learner(Protocol):
         """Run the steps from `loop.steps_done` to `loop.num_steps`, and evaluate the final
         weights.
         """
-        ...
 
     async def settle_after_error(self) -> bool:
         """After a failure, log the steps whose updates were applied. Return False if the weights

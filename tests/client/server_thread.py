@@ -2,8 +2,6 @@
 `planish serve` has, and with a network in front of it that can be made to fail.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field

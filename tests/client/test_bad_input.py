@@ -458,7 +458,7 @@ def test_invalid_names_are_rejected_at_once(embedded_client, monkeypatch, call, 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(kind, match=message):
         call(embedded_client)
-    assert embedded_client._session.service._preparation.training_models == {}
+    assert embedded_client._session.service.preparation.training_models == {}
 
 
 # A server says the same, of a call that it has seen.

@@ -6,7 +6,7 @@ import pytest
 from server_thread import BROKEN, LOST, ServerThread
 
 from planish import ServiceClient
-from planish.client import checkpoint_records
+from planish.client import rest_connection
 from planish.client.checkpoint_records import ServerRecords
 from planish.client.remote_errors import ServerFaultError, ServerUnreachableError
 from planish.server.http.downloads import _range
@@ -14,7 +14,7 @@ from planish.server.http.downloads import _range
 
 @pytest.fixture
 def path(server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(checkpoint_records, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(rest_connection, "_RETRY_SECONDS", 0.0)
     with ServiceClient(base_url=server.url) as service:
         client = service.create_lora_training_client("tiny", rank=2)
         return client.save_weights_for_sampler("a").result().path

@@ -353,14 +353,14 @@ def test_an_unreferenced_sampling_client_frees_its_version(embedded_client):
     training_client = embedded_client.create_lora_training_client("tiny", rank=4, seed=1)
     client = training_client.save_weights_and_get_sampling_client()
     pending = client.sample(ModelInput.from_ints([1, 2]), 1, SamplingParams(max_tokens=50, stop=[]))
-    assert len(engine._preparation.sampler_sessions) == 1
+    assert len(engine.preparation.sampler_sessions) == 1
     del client
-    collect_until(lambda: not engine._preparation.sampler_sessions)
+    collect_until(lambda: not engine.preparation.sampler_sessions)
     assert len(pending.result(WAIT).sequences[0].tokens) == 50
     clients = [training_client.save_weights_and_get_sampling_client() for _ in range(20)]
-    assert len(engine._preparation.sampler_sessions) == 20
+    assert len(engine.preparation.sampler_sessions) == 20
     del clients
-    collect_until(lambda: not engine._preparation.sampler_sessions)
+    collect_until(lambda: not engine.preparation.sampler_sessions)
 
 
 @pytest.mark.slow
@@ -372,7 +372,7 @@ def test_an_unreferenced_training_client_frees_its_adapter(embedded_client):
     del client
     gc.collect()
     assert update.result(WAIT).metrics["adam_step"] == 1
-    collect_until(lambda: not engine._preparation.training_models)
+    collect_until(lambda: not engine.preparation.training_models)
     assert sampling_client.get_base_model() == "tiny"
 
 
@@ -415,8 +415,8 @@ def test_cancelling_the_creation_of_a_client_frees_its_resources(embedded_client
         monkeypatch.setattr("planish.engine.engine.Future", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             create()
-        assert engine._preparation.sampler_sessions == {}
-        assert engine._preparation.training_models.keys() == {training_client.model_id}
+        assert engine.preparation.sampler_sessions == {}
+        assert engine.preparation.training_models.keys() == {training_client.model_id}
     logprobs(training_client)  # so that the engine has come so far
     assert engine._thread._sampler_sessions._sessions == []
 

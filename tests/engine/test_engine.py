@@ -168,11 +168,12 @@ def test_no_token_is_pending_while_another_model_takes_a_turn(engine, monkeypatc
     alone = engine.submit(sampled).result(WAIT)
     sampler, pending = engine._base_models.get("llama").sampler, []
     sampler._steps.overlap = True
-    training_turn, run = engine._thread._run_training_turn, sampler._steps.run
+    queues = engine._thread._training_queues
+    training_turn, run = queues.run_turn, sampler._steps.run
 
-    def checked(*arguments: Any) -> None:
+    def checked(*arguments: Any) -> Any:
         pending.append(sampler._steps.has_pending_tokens)
-        training_turn(*arguments)
+        return training_turn(*arguments)
 
     def trained(*arguments: Any) -> Any:
         if len(backwards) < 3:
@@ -180,7 +181,7 @@ def test_no_token_is_pending_while_another_model_takes_a_turn(engine, monkeypatc
         return run(*arguments)
 
     backwards: list[Future[Any]] = []
-    monkeypatch.setattr(engine._thread, "_run_training_turn", checked)
+    monkeypatch.setattr(queues, "run_turn", checked)
     monkeypatch.setattr(sampler._steps, "run", trained)
     beside = engine.submit(sampled).result(WAIT)
     for backward in backwards:
@@ -330,8 +331,8 @@ def test_loading_a_base_model_does_not_block_other_base_models(engine, monkeypat
         for caller in slow_ones:
             caller.result(WAIT).result(WAIT)
     assert (
-        engine._preparation.sampler_sessions["t"].base
-        is engine._preparation.sampler_sessions["u"].base
+        engine.preparation.sampler_sessions["t"].base
+        is engine.preparation.sampler_sessions["u"].base
     )
 
 
@@ -727,7 +728,7 @@ def test_training_resumed_in_a_new_engine_ends_bitwise_identical(engines):
         if i < 2:
             step(engine, "half", datum(start=i), datum(start=i + 7))
     path = engine.submit(SaveWeights("half", "at-2")).result(WAIT).path
-    whole = engine._preparation.training_models["whole"]
+    whole = engine.preparation.training_models["whole"]
     loss(engine, "whole")
     fresh = engines()
     fresh.submit(CreateModel("resumed", from_path=path, with_optimizer=True)).result(WAIT)
@@ -736,7 +737,7 @@ def test_training_resumed_in_a_new_engine_ends_bitwise_identical(engines):
     assert loss(fresh, "resumed") == loss(engine, "whole")
     ours, theirs = (
         whole.adapter.state(),
-        fresh._preparation.training_models["resumed"].adapter.state(),
+        fresh.preparation.training_models["resumed"].adapter.state(),
     )
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert int(ours["step"]) == 4

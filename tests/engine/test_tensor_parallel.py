@@ -3,8 +3,6 @@
 One pair of processes serves all tests of this file. The last test kills one of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -1,7 +1,5 @@
 """Fleets of tiny models for tests, and the training run by which they are compared."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -62,7 +60,7 @@ def served_fleet(model_dir: Path, data_dir: Path, num_replicas: int) -> ServedFl
 
 def home_of(fleet: Fleet) -> Replica:
     """Return the replica that has the newest training model."""
-    return list(fleet._models.values())[-1].home
+    return list(fleet._models.by_id.values())[-1].home
 
 
 def wait_until_whole(fleet: Fleet) -> None:

@@ -98,7 +98,7 @@ class Killer:
             not replica.is_lost
             and replica not in self._ended
             and (self._kills_homes or not replica.num_models)
-            and (replica.has_worked or replica.num_idle_losses < MAX_IDLE_LOSSES)
+            and (replica.has_worked or replica.num_lost_idle < MAX_IDLE_LOSSES)
         )
 
     def _disturb(self, victim: Replica, kind: str) -> None:
@@ -218,7 +218,7 @@ def main() -> int:
             wait_until_whole(fleet)
             replicas = fleet.replicas.replicas
             failures = [replica.failure for replica in replicas if replica.failure is not None]
-            num_losses = sum(replica.num_losses for replica in replicas)
+            num_lost_processes = sum(replica.num_lost_processes for replica in replicas)
         finally:
             killer.stop()
             fleet.close(finish=False)
@@ -228,7 +228,7 @@ def main() -> int:
     record = {
         "disturbances": killer.counts.total(),
         **killer.counts,
-        "losses": num_losses,
+        "losses": num_lost_processes,
         "replicas": arguments.replicas,
         "steps": num_steps,
         "steps_that_differ": differing,

@@ -1,7 +1,5 @@
 """A TCP proxy that cuts or holds connections, as a broken or slow network does."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from contextlib import suppress

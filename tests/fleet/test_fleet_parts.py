@@ -13,7 +13,7 @@ from planish.fleet.link import EngineStatus
 from planish.fleet.replica import Watch, check_same
 from planish.fleet.routing import PrefixTable
 from planish.fleet.samplers import prefix_keys
-from planish.fleet.training import divide
+from planish.fleet.spread_call import divide
 from planish.fleet.versions import SharedVersions
 from planish.images import ImageChunk
 from planish.recipes import rl_basic

@@ -170,7 +170,7 @@ def test_a_replica_that_is_lost_while_the_others_start_is_replaced(replica_set):
     ended.kill()
     replicas = replica_set(Processes(ended))
     wait_for(replicas, lambda: all(not replica.is_lost for replica in replicas.replicas))
-    assert sum(replica.num_losses for replica in replicas.replicas) == 1
+    assert sum(replica.num_lost_processes for replica in replicas.replicas) == 1
 
 
 def test_the_end_of_the_cluster_ends_all_replicas_for_good(replica_set):
@@ -196,7 +196,7 @@ def test_a_drained_replica_is_not_started_until_one_is_added(replica_set):
         wait_for(replicas, lambda: not replicas.is_starting)
     assert [replica.state for replica in replicas.replicas] == ["running"] * 4
     assert all(replica.fingerprints == {"m": "a"} for replica in replicas.replicas)
-    assert not any(replica.num_losses for replica in replicas.replicas)
+    assert not any(replica.num_lost_processes for replica in replicas.replicas)
 
 
 def test_the_numbers_of_drained_replicas_are_kept_in_a_file(tmp_path):

@@ -124,10 +124,10 @@ def test_a_server_with_replicas_has_the_bits_of_one_engine(fleet, undisturbed, m
 
 def home_killer(fleet: ServedFleet) -> Callable[[], None]:
     """Return a function that kills the home of the one model that is created after this call."""
-    others = set(fleet._models)
+    others = set(fleet._models.by_id)
 
     def kill() -> None:
-        (model,) = (model for id, model in fleet._models.items() if id not in others)
+        (model,) = (model for id, model in fleet._models.by_id.items() if id not in others)
         os.kill(pid_of(model.home), signal.SIGKILL)
 
     return kill

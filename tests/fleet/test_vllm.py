@@ -1,7 +1,5 @@
 """vLLM itself as the sampler: `make test-vllm` installs it and runs this file."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -2,8 +2,6 @@
 show what is published, and its logprobs must equal those of the engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

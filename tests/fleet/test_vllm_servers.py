@@ -2,8 +2,6 @@
 test_vllm_sampler.py.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -4,8 +4,6 @@
 client that repeats what was rejected with the same number, and what failed with a new one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

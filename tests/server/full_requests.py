@@ -2,8 +2,6 @@
 and what the test of docs/operators/limits.md walks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

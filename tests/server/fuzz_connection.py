@@ -2,8 +2,6 @@
 broken headers, partial requests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 elsewhere. The fuzzer starts from these.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

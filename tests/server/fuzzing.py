@@ -4,8 +4,6 @@ The answer must be a result or an error with a message, never a 5xx, never nothi
 content of a file outside of the data directory.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections import Counter

@@ -1,7 +1,5 @@
 """The body of a forward_backward as older SDKs write it. The server only reads this encoding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from planish.service import ForwardBackward

@@ -3,8 +3,6 @@
 python tests/server/limits_page.py > docs/operators/limits.md
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import textwrap

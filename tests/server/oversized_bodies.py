@@ -2,8 +2,6 @@
 too large: for JSON bodies and for protobuf messages.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ values at the limit and values just beyond it. The limits of the OpenAI-compatib
 are not listed here: limits_page reads them from the types that check those requests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

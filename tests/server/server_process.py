@@ -1,7 +1,5 @@
 """`planish serve` in a process of its own, on a tiny random model, for tests that use a socket."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -5,8 +5,6 @@ tests.
 `ServerUnreachable` if it is not there; `RetryingClient` retries like the SDK.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 from typing import Any

@@ -135,7 +135,8 @@ class CheckpointStore:
         Raises CheckpointError if the name is taken. Raises StorageError if writing fails; partial
         files are removed then.
         """
-        self._create(request, lambda temporary: _write(temporary, request, adapter))
+        new = _NewCheckpoint(request, self._directory_of(request.path), self.removes_expired)
+        new.create(lambda temporary: _write(temporary, request, adapter))
 
     def copy(self, source: CheckpointPath, request: SaveRequest) -> None:
         """Copy the checkpoint `source` to the path, time to live and metadata of `request`.
@@ -153,9 +154,8 @@ class CheckpointStore:
             )
 
         def copy(manifest: Manifest) -> None:
-            self._create(
-                request, lambda temporary: self._link(temporary, source, manifest, request)
-            )
+            new = _NewCheckpoint(request, self._directory_of(request.path), self.removes_expired)
+            new.create(lambda temporary: self._link(temporary, source, manifest, request))
 
         self._retry_if_replaced(source, copy)
 
@@ -329,30 +329,6 @@ class CheckpointStore:
         if not _same_files(read_manifest(self._directory_of(path)), manifest):
             raise DamagedFileError(f"{path} was replaced while it was read; try again")
 
-    def _create(self, request: SaveRequest, write: Callable[[Path], Manifest]) -> None:
-        """Call `write` to fill a temporary directory, then rename it to the checkpoint."""
-        target = self._directory_of(request.path)
-        temporary = new_temporary(target)
-        try:
-            with locked(target.parent.parent, create=True):
-                make_directory(target.parent)
-                clear_leftovers(target)
-                temporary.mkdir()
-                manifest = write(temporary)
-                self._check_name_is_free(request, target, manifest)
-                rename_into_place(temporary, target)
-        except OSError as error:
-            remedy = write_remedy(
-                error,
-                "free space there, or choose another data_dir or PLANISH_DATA "
-                f"(now {self.directory})",
-            )
-            raise StorageError(
-                f"the checkpoint {request.path} was not saved: {error}; {remedy}"
-            ) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-
     def _link(
         self, temporary: Path, source: CheckpointPath, manifest: Manifest, request: SaveRequest
     ) -> Manifest:
@@ -384,20 +360,55 @@ class CheckpointStore:
         write_manifest(temporary, copy_manifest)
         return copy_manifest
 
-    def _check_name_is_free(self, request: SaveRequest, target: Path, manifest: Manifest) -> None:
+
+@dataclass(frozen=True)
+class _NewCheckpoint:
+    """A checkpoint that is being written."""
+
+    request: SaveRequest
+    target: Path
+    """The directory of the checkpoint. An older checkpoint may be there."""
+    replaces_expired: bool
+    """Whether it may replace an expired checkpoint."""
+
+    def create(self, write: Callable[[Path], Manifest]) -> None:
+        """Call `write` to fill a temporary directory, then rename it to the checkpoint."""
+        target = self.target
+        temporary = new_temporary(target)
+        try:
+            with locked(target.parent.parent, create=True):
+                make_directory(target.parent)
+                clear_leftovers(target)
+                temporary.mkdir()
+                self._check_name_is_free(write(temporary))
+                rename_into_place(temporary, target)
+        except OSError as error:
+            remedy = write_remedy(
+                error,
+                "free space there, or choose another data_dir or PLANISH_DATA "
+                f"(now {target.parents[2]})",
+            )
+            raise StorageError(
+                f"the checkpoint {self.request.path} was not saved: {error}; {remedy}"
+            ) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _check_name_is_free(self, manifest: Manifest) -> None:
         """Raise CheckpointError if the name is taken.
 
         A sampler checkpoint with equal weights may be replaced, because a resumed run saves its
         last weights once more. An expired checkpoint may be replaced too.
         """
-        if request.overwrite or not target.is_dir():
+        request = self.request
+        if request.overwrite or not self.target.is_dir():
             return
         with suppress(DamagedFileError):
-            existing = read_manifest(target)
+            existing = read_manifest(self.target)
             is_equal = (
                 request.path.checkpoint_type == "sampler" and existing.files == manifest.files
             )
-            if is_equal or (self.removes_expired and has_expired(existing)):
+            if is_equal or (self.replaces_expired and has_expired(existing)):
                 return
         raise name_taken_error(request.path)
 

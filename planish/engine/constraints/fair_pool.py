@@ -1,7 +1,5 @@
 """Worker threads that several owners share fairly."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable

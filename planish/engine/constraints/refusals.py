@@ -1,7 +1,5 @@
 """Constraints that an owner cannot use for a while, because their process was ended."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 import time

@@ -3,8 +3,6 @@
 # pyright: reportUnknownMemberType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +53,7 @@ class _Prompt:
 @dataclass(eq=False)
 class _Sample:
     prompt: _Prompt
-    stored: int
+    num_stored: int
     capacity: int
     slot: int = -1
 
@@ -85,8 +83,8 @@ class Batch:
         self.prompts.append(prompt)
         self._allocate(self.prompt_pools.pool_for(capacity_for(length)), prompt)
         for count in token_counts:
-            stored = length % SPAN + count
-            sample = _Sample(prompt, stored, capacity_for(stored + SPAN))
+            num_stored = length % SPAN + count
+            sample = _Sample(prompt, num_stored, capacity_for(num_stored + SPAN))
             self._allocate(self.sample_pools.pool_for(sample.capacity), sample)
             self.running.append(sample)
 

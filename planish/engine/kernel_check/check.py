@@ -15,8 +15,6 @@ scores. Norms of queries would undo the difference, so models that check attenti
 
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -166,7 +164,8 @@ class ModelCheck(OperationCheck):
             first_rows, batch.prompt_pools, batch.sample_pools, row_counts
         )
         positions = [
-            range(sample.stored, sample.stored + row_counts[sample]) for sample in batch.running
+            range(sample.num_stored, sample.num_stored + row_counts[sample])
+            for sample in batch.running
         ]
         self._forward(positions, list(first_rows.values()), num_rows + 1, attend)
 
@@ -266,7 +265,7 @@ class ModelCheck(OperationCheck):
         reference = Decoder(self._weights, self._reference)
         batch = Batch(self.backend, self.sizes, self.generator)
         first_rows: dict[SlotOwner, int] = {s: row for row, s in enumerate(batch.running)}
-        positions = torch.tensor([sample.stored for sample in batch.running])
+        positions = torch.tensor([sample.num_stored for sample in batch.running])
         tokens = self.random_ints(self.config.vocab_size, len(positions))
         attend, adapters = (
             self.backend.decode_attention(first_rows, batch.prompt_pools, batch.sample_pools),

@@ -5,8 +5,6 @@ faulty kernel may crash its process. It reads a request from its standard input
 (self_test/process.py).
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Generator

@@ -8,8 +8,6 @@ check.py; the module adds the kernels that only the runner with CUDA graphs uses
 # pyright: reportUnknownMemberType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence
@@ -216,7 +214,7 @@ def _check_graphs(backend: Backend, sizes: Sizes) -> None:
         first_rows: dict[SlotOwner, int] = {sample: row for row, sample in enumerate(batch.running)}
         plan = StepPlan(
             check.random_ints(backend.config.vocab_size, num_samples).tolist(),
-            [sample.stored for sample in batch.running],
+            [sample.num_stored for sample in batch.running],
             RowLayout(members),
             SampleSlots(first_rows, {}, batch.prompt_pools, batch.sample_pools),
         )
@@ -229,7 +227,7 @@ def _check_graphs(backend: Backend, sizes: Sizes) -> None:
         for what, actual, expected in zip(("hidden states", "logits"), *outputs, strict=True):
             compare(f"{what} of a recorded step", actual.to(backend.dtype), expected)
         for sample in batch.running:
-            sample.stored += 1
+            sample.num_stored += 1
 
 
 if __name__ == "__main__":

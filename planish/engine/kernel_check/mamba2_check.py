@@ -2,8 +2,6 @@
 
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -11,6 +11,7 @@ The path of a sample, by module:
                     a `StepPlan`
     model_runner.py the rows become hidden states and logits (cuda_graph_runner.py on a GPU)
     selection.py    the logits become the next tokens, and samples end (stopping.py)
+    active_batch.py samples that ended, and prompts without samples, free their memory
     delivery.py     the sequences become the response of the request
 
 `SamplingParams` in types.py checks the range of each option, wire/sampling.py sends the options

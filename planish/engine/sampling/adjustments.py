@@ -8,8 +8,6 @@ rows. The log normalizers are always those of the logits before all adjustments.
 # pyright: reportUnknownMemberType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -15,8 +15,6 @@ bits of a logprob depend on the batch. With deterministic=True the sampler uses 
 instead.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from bisect import bisect_left

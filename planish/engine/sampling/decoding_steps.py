@@ -15,8 +15,6 @@ penalties, forced tokens), so a step with such samples is applied before the nex
 The same is true before samples are preempted, and before the first tokens of new samples.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

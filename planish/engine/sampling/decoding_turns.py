@@ -11,8 +11,6 @@ On a device where a small step takes nearly as long as a large one, such as a GP
 gain nothing and cost much. So they are measured, and pause if they are not worthwhile.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The delivery of results: tokens to the callback of a request, and responses to its future."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -6,8 +6,6 @@ Together with a mask, the process computes the forced tokens before it. Forced t
 that a grammar determines completely, so they are not sampled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@
 with CUDA graphs, for GPUs on which planish's Triton kernels support the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -37,7 +35,6 @@ class ModelRunner(Protocol):
 
     def record(self) -> None:
         """Record the steps that this model runner can replay; an eager one records nothing."""
-        ...
 
     def disable_graphs(self) -> bool:
         """Run all further steps eagerly, and return whether they were CUDA graphs until now."""
@@ -45,7 +42,6 @@ class ModelRunner(Protocol):
 
     def release_adapters(self) -> None:
         """Free the adapter weights kept from step to step; called when no request is running."""
-        ...
 
 
 class EagerRunner:

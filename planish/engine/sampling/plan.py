@@ -5,8 +5,6 @@ A plan is either a prefill, whose rows are the next tokens of prompts, or a deco
 rows are the newest tokens of samples. Every model runner takes both and returns a `StepOutput`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,8 +65,8 @@ class SampleRows:
     first_rows: Sequence[int]
     adapters: Sequence[AdapterRange]
     """The adapters of all rows of the batch."""
-    masks: Sequence[GrammarState] = ()
-    """The grammar states whose masks are computed during the pass. The tokens of their samples can
+    grammar_states: Sequence[GrammarState] = ()
+    """The constraints whose masks are computed during the pass. The tokens of their samples can
     be sampled only after that.
     """
 

@@ -8,8 +8,6 @@ request wants of its prompt are computed along the way.
 # pyright: reportUnknownMemberType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ the chunks that follow it. So no chunk ever stays in the cache without its prede
 chooses the type `V` of the stored values; the sampler stores keys, values and hidden states.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass

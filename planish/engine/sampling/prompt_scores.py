@@ -10,8 +10,6 @@ one block of logits in memory.
 
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

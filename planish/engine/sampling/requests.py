@@ -259,7 +259,7 @@ class RunningSample:
         self.stop_matcher = StopMatcher(self.request.stop_condition, self.request.op.stop_gate)
 
     @property
-    def stored(self) -> int:
+    def num_stored(self) -> int:
         """The number of positions in the slot before the last token goes through the decoder."""
         return self.prompt.length % SPAN + self.num_tokens - self.num_prefilled_tokens - 1
 

@@ -6,8 +6,6 @@ the lengths that they reach. If the memory is too small for the growth of all ru
 scheduler preempts some of them (scheduler.py).
 """
 
-from __future__ import annotations
-
 from planish.engine.sampling.requests import Prompt, Request, RunningSample
 from planish.model.sequences.positions import SPAN, capacity_for, grown_capacity, sample_capacity
 
@@ -103,7 +101,7 @@ class Reservations:
         takes at most an eighth of the memory (`max_pool_bytes`). The part above an eighth is added
         to the reservation.
         """
-        num_positions = sample.stored + sample.num_rows
+        num_positions = sample.num_stored + sample.num_rows
         if num_positions <= sample.reserved_capacity:
             return True
         capacity = grown_capacity(num_positions, sample.max_capacity, self._block)

@@ -21,8 +21,6 @@ order of positions (see ordered_attention.py). The trainer follows the same two 
 reproduces the sampler's logprobs.
 """
 
-from __future__ import annotations
-
 import itertools
 import secrets
 from collections.abc import Callable, Hashable, Sequence
@@ -35,6 +33,7 @@ import torch
 
 from planish.detokenizer import Detokenizer
 from planish.engine.constraints.cache import GrammarCache
+from planish.engine.sampling.active_batch import ActiveBatch
 from planish.engine.sampling.adjustments import is_adjusted
 from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner
 from planish.engine.sampling.decoding_steps import DecodingSteps
@@ -45,7 +44,7 @@ from planish.engine.sampling.model_runner import EagerRunner, ModelRunner
 from planish.engine.sampling.plan import RowLayout, SampleRows, StepOutput
 from planish.engine.sampling.prefill import Prefill
 from planish.engine.sampling.prompt_scores import PromptScores, wants_prompt_scores
-from planish.engine.sampling.requests import Prompt, PromptTensors, Request, RunningSample
+from planish.engine.sampling.requests import Prompt, Request, RunningSample
 from planish.engine.sampling.sampling_head import SamplingHead
 from planish.engine.sampling.scheduler import Scheduler
 from planish.engine.sampling.selection import Selection
@@ -97,6 +96,7 @@ class Sampler:
         self._prefill = Prefill(decoder, self._head, self._slots, settings)
         self._selection = Selection(decoder, self._head, grammars)
         self._scheduler = _scheduler(decoder, settings, self._prefill.chunk_size)
+        self._batch = ActiveBatch(self._scheduler, self._slots)
         self._requests = OpenRequests()
         self._turns = DecodingTurns()
         self._steps = DecodingSteps(
@@ -258,7 +258,7 @@ class Sampler:
             if prompt.is_ready and request is not None and not request.num_samples:
                 prompt.num_pending_samples -= 1
                 self._requests.deliver(request)
-                self._release_unused_prompts([prompt])
+                self._batch.release_unused([prompt])
 
     def _sample_first_tokens(self, samples: Sequence[RunningSample]) -> None:
         """Sample the first token of each sample from its prompt's last hidden state.
@@ -296,50 +296,21 @@ class Sampler:
             if self._steps.has_pending_tokens:
                 self.finish_step()  # If some samples have ended, perhaps all others fit.
             else:
-                self._preempt(victim)
+                self._batch.preempt(victim)
+                self.num_preemptions += 1
             samples = [sample for sample in samples if sample.reserved_capacity]
         return samples
 
-    def _preempt(self, sample: RunningSample) -> None:
-        """Remove a sample from the batch, and free its memory, until it can resume."""
-        self._slots.free_samples([sample])
-        self._scheduler.preempt(sample)
-        self.num_preemptions += 1
-        sample.free_states()
-        self._release_unused_prompts([sample.prompt])
-
     def _end_samples(self, samples: Sequence[RunningSample]) -> None:
         """Remove samples that have ended, and deliver the responses that are complete."""
-        self._remove_samples(samples)
+        self._batch.remove(samples)
         for sample in samples:
             self._requests.finish_sample(sample)
-
-    def _remove_samples(self, samples: Sequence[RunningSample]) -> None:
-        """Remove samples from the batch and free their slots and unused prompts."""
-        self._slots.free_samples(samples)
-        for sample in samples:
-            self._scheduler.finish(sample)
-            sample.free_states()
-        self._release_unused_prompts([sample.prompt for sample in samples])
-
-    def _release_unused_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Free the slots and tensors of all `prompts` that no sample or response needs any more."""
-        unused = [
-            prompt
-            for prompt in dict.fromkeys(prompts)
-            if prompt.num_pending_samples == 0 and prompt in self._scheduler.prompts
-        ]
-        self._slots.free_prompts(unused)
-        for prompt in unused:
-            self._scheduler.release(prompt)
-            prompt.tensors = PromptTensors()
 
     def _drop_finished_requests(self) -> None:
         """Remove the requests whose futures are done: cancelled requests and failed requests."""
         for request in self._requests.pop_done():
-            self._remove_samples(self._scheduler.withdraw(request))
-            if request.prompt is not None:
-                self._release_unused_prompts([request.prompt])
+            self._batch.withdraw(request)
 
     def evict_prefixes(self, version: Hashable) -> None:
         """Free the cached prefixes of a version of the weights that is no longer in use."""
@@ -354,13 +325,7 @@ class Sampler:
         """
         with suppress(Exception):
             self.finish_step()
-        # The error may reference prompts and samples, so their tensors are freed here.
-        for prompt in self._scheduler.prompts:
-            prompt.tensors = PromptTensors()
-        for sample in self._scheduler.running:
-            sample.free_states()
-        self._scheduler = _scheduler(self._decoder, self.settings, self._prefill.chunk_size)
-        self._slots.reset()
+        self._batch.clear()
         self._requests.fail_all(error)
 
 
@@ -375,7 +340,7 @@ def _check_image_sizes(model_input: InputTokens, max_tokens: int) -> None:
 
 
 def _scheduler(decoder: BaseDecoder, settings: SamplerSettings, chunk_size: int) -> Scheduler:
-    """Return a scheduler without requests."""
+    """Return a scheduler for the decoder's KV cache."""
     bytes_per_position = decoder.backend.kv_spec.bytes_per_position
     return Scheduler(
         settings.max_batch,

@@ -3,8 +3,6 @@
 # pyright: reportUnknownMemberType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -68,8 +68,13 @@ class Scheduler:
         """
         self.chunk_size = chunk_size
         self.max_batch = max_batch
-        self.reservations = Reservations(max_positions, num_state_positions, block)
         self.max_prefill_tokens_per_step = max_prefill_tokens_per_step
+        self._memory = max_positions, num_state_positions, block
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all requests and reservations."""
+        self.reservations = Reservations(*self._memory)
         self.waiting: list[Request] = []
         self.prompts: list[Prompt] = []
         self.running: list[RunningSample] = []
@@ -91,11 +96,10 @@ class Scheduler:
         self, prompt_length: int, max_tokens: int, is_constrained: bool = False
     ) -> int:
         """Return the KV cache positions that a request with one sample needs at most."""
-        reservations = self.reservations
-        positions = reservations.num_prompt_positions(prompt_length)
+        positions = self.reservations.num_prompt_positions(prompt_length)
         if max_tokens:
             capacity = sample_capacity(prompt_length, max_tokens)
-            positions += reservations.num_sample_positions(capacity, is_constrained)
+            positions += self.reservations.num_sample_positions(capacity, is_constrained)
         return positions
 
     def admit(self, cache: PrefixCache[Any]) -> list[Prompt]:

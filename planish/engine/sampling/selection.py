@@ -8,8 +8,6 @@ there and appends them to the samples. Samples that meet a stop condition or rea
 # pyright: reportUnknownMemberType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +34,7 @@ _NO_TOKENS = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
-class _TokenToSample:
+class _NextToken:
     """A token to sample, or a forced token to take, in one step."""
 
     sample: RunningSample
@@ -51,7 +49,7 @@ class _TokenToSample:
 @dataclass(frozen=True, eq=False)
 class _TokenValues:
     """The sampled tokens of a step on the device, with their logprobs, in the order of
-    `_TokenToSample`s. Their copies in host memory arrive asynchronously.
+    `_NextToken`s. Their copies in host memory arrive asynchronously.
     """
 
     tokens: Tensor
@@ -68,7 +66,7 @@ class _TokenValues:
 class SelectedTokens:
     """The tokens of a step, which the device may still be computing."""
 
-    items: Sequence[_TokenToSample]
+    items: Sequence[_NextToken]
     exhausted_samples: Sequence[RunningSample]
     """The constrained samples whose text is complete and cannot be continued."""
     values: _TokenValues | None
@@ -98,8 +96,8 @@ class Selection:
 
         A GPU may still compute them when this method returns. It waits for adjusted tokens only.
         """
-        wait_after_pass(rows.masks)
-        items, exhausted_samples = self._tokens_to_sample(rows)
+        wait_after_pass(rows.grammar_states)
+        items, exhausted_samples = self._next_tokens(rows)
         values = self._sample(items, output, rows.adapters) if items else None
         return SelectedTokens(items, exhausted_samples, values)
 
@@ -118,21 +116,19 @@ class Selection:
                 ended_samples.append(sample)
         return ended_samples
 
-    def _tokens_to_sample(
-        self, rows: SampleRows
-    ) -> tuple[list[_TokenToSample], list[RunningSample]]:
+    def _next_tokens(self, rows: SampleRows) -> tuple[list[_NextToken], list[RunningSample]]:
         """Return the tokens to sample in this step, and the exhausted samples.
 
         A sample with forced tokens has several tokens. Samples whose mask is missing, and samples
         whose grammar failed, have none. The text of an exhausted sample is complete and cannot be
         continued.
         """
-        tokens: list[_TokenToSample] = []
+        tokens: list[_NextToken] = []
         exhausted_samples: list[RunningSample] = []
         for sample, row in zip(rows.samples, rows.first_rows, strict=True):
             index = sample.num_tokens
             if not sample.request.is_adjusted:
-                tokens.append(_TokenToSample(sample, row, index))
+                tokens.append(_NextToken(sample, row, index))
                 continue
             assert not sample.num_pending_tokens  # Its mask or its penalties depend on all tokens.
             if sample.grammar is not None and not has_usable_mask(sample, sample.grammar):
@@ -143,7 +139,7 @@ class Selection:
             forced_tokens = sample.forced_tokens[: sample.num_rows]
             for number, token in enumerate(forced_tokens):
                 adjustment = Adjustment(None, _NO_TOKENS, (), token)
-                tokens.append(_TokenToSample(sample, row + number, index + number, adjustment))
+                tokens.append(_NextToken(sample, row + number, index + number, adjustment))
             if len(forced_tokens) == sample.num_rows:
                 continue
             row, index = row + len(forced_tokens), index + len(forced_tokens)
@@ -155,12 +151,12 @@ class Selection:
             prompt_tokens = sample.prompt.distinct_tokens if penalty != 1 else _NO_TOKENS
             previous_tokens = [*sample.tokens, *forced_tokens] if forced_tokens else sample.tokens
             adjustment = Adjustment(allowed_bits, prompt_tokens, previous_tokens)
-            tokens.append(_TokenToSample(sample, row, index, adjustment))
+            tokens.append(_NextToken(sample, row, index, adjustment))
         return tokens, exhausted_samples
 
     def _sample(
         self,
-        tokens: Sequence[_TokenToSample],
+        tokens: Sequence[_NextToken],
         output: StepOutput,
         adapters: Sequence[AdapterRange],
     ) -> _TokenValues:
@@ -206,7 +202,7 @@ class Selection:
         return _TokenValues(sampled.tokens, HostCopies(values, self._backend.device))
 
     def _append(
-        self, tokens: Sequence[_TokenToSample], values: Mapping[str, Tensor]
+        self, tokens: Sequence[_NextToken], values: Mapping[str, Tensor]
     ) -> list[RunningSample]:
         """Append the tokens to their samples. Return the samples that stop.
 

@@ -1,7 +1,5 @@
 """The memory and batch limits of a sampler."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from planish.engine.sampling.prompt_scores import MAX_SCORED_ROWS

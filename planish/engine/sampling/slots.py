@@ -8,8 +8,6 @@ sampler ask for space, copy positions of a prompt, and pass `PrefillSpan`s and `
 the kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

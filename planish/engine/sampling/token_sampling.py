@@ -6,8 +6,6 @@ only on (seed, sample index, position), so the sampled token does not depend on 
 longer than the rest of a decoding step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

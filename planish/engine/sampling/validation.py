@@ -1,7 +1,5 @@
 """Validation of sampling requests, before anything is queued."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

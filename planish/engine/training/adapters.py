@@ -11,8 +11,6 @@ calls, and a step with an incomplete gradient would not be the step that the cli
 # pyright: reportUnknownMemberType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ Every error names the datum, the input and the remedy. The module uses numpy onl
 that submits the datums can call it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

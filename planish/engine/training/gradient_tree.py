@@ -7,8 +7,6 @@ fewer. So any range of micro-batches can be summed elsewhere, as far as whole no
 range, and the sum of all gradients has the same bits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

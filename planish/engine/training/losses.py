@@ -16,8 +16,6 @@ The formulas are those of the public API's documentation. If the API leaves a de
 docstring calls the default "our choice".
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 # Options may come from configuration files, so their types are checked.
 # pyright: reportUnnecessaryIsInstance=false
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from dataclasses import dataclass
 from math import ceil

@@ -4,8 +4,6 @@ Each sampler exists twice: in the engine, with the exact weights, and as an adap
 servers. Requests for which vLLM would not give planish's results are answered by the engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -144,7 +142,9 @@ class VllmEngine(Engine):
             version: Future[AdapterVersion] | None = None
             if operation.model_path is not None:
                 version = Future()
-                version.set_result(self.read_checkpoint(operation.model_path, operation.base_model))
+                version.set_result(
+                    self.preparation.read_checkpoint(operation.model_path, operation.base_model)
+                )
         except BaseException:
             super().submit(ReleaseSampler(operation.sampler_id))
             raise
@@ -290,9 +290,9 @@ class VllmEngine(Engine):
             base_model, base.fingerprint, shape, vector.to(base.backend.dtype)
         )
         sampler_id = f"vllm-test:{secrets.token_hex(8)}"
-        self.add_version(version)
+        self.preparation.add_version(version)
         super().submit(CreateVersionSampler(sampler_id, version.name)).result()
-        self.drop_version(version.name)
+        self.preparation.drop_version(version.name)
 
         async def test() -> None:
             await model.drop(await model.publish(version, sampler_id))

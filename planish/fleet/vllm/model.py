@@ -6,8 +6,6 @@ probes use a temperature other than 1, so they also find a server that returns l
 temperature. Samples of a lost server are sampled again on another one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

@@ -1,7 +1,5 @@
 """The options of vLLM as a sampler."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

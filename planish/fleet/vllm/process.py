@@ -1,7 +1,5 @@
 """A vLLM server in processes of this machine, which end with this program."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The thread in which requests to vLLM run."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Coroutine

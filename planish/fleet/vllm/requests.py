@@ -1,7 +1,5 @@
 """Which requests for samples vLLM can answer, how they are sent, and where their samples end."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """The HTTP requests to one vLLM server."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

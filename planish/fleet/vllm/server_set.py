@@ -4,8 +4,6 @@ A server is lost when its connections break and it is not healthy, when it does 
 while, as a stopped process, or when it answers and its engine computes nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence

@@ -174,7 +174,6 @@ class PackedAdapter(Protocol):
 
     def drop_backward(self) -> None:
         """Free the matrices for the backward pass. They are packed again if they are needed."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class SampleSlot(Protocol):
     slot: int
 
     @property
-    def stored(self) -> int:
+    def num_stored(self) -> int:
         """The number of positions in the sample's slot before this step."""
         ...
 

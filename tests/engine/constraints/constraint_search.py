@@ -10,8 +10,6 @@ or exceeded a limit, and how much CPU time and memory they took. It exits with 1
 exceeded its limits or if this process grew, as the engine's process would.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import resource

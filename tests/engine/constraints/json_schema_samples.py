@@ -13,8 +13,6 @@ number of tokens, that `jsonschema` cannot check, and that are wrong. It lists t
 and exits with 1 if there are any.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

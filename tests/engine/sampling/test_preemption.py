@@ -205,7 +205,7 @@ def preempt_after(sampler: Sampler, num_tokens: int) -> Callable[[], bool]:
         ]
         for sample in victims:
             done.add(sample)
-            sampler._preempt(sample)
+            sampler._batch.preempt(sample)
         return bool(victims)
 
     return preempt

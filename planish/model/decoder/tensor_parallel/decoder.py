@@ -338,7 +338,7 @@ class _ShardedAttention:
         """Return the attention of a decoding step with new rows for some or all samples."""
         local = self._local.decode_attention(first_rows, prompt_pools, sample_pools, row_counts)
         samples = [
-            (id(sample), row, getattr(sample, "stored"), (row_counts or {}).get(sample, 1))  # noqa: B009
+            (id(sample), row, getattr(sample, "num_stored"), (row_counts or {}).get(sample, 1))  # noqa: B009
             for sample, row in first_rows.items()
         ]
         pools = [

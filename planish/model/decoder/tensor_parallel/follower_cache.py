@@ -19,7 +19,7 @@ class _Owner:
     length: int
     prompt: _Owner | None
     slot: int = -1
-    stored: int = 0
+    num_stored: int = 0
 
 
 class FollowerCache:
@@ -100,9 +100,9 @@ class FollowerCache:
     ) -> Attend:
         first_rows: dict[SlotOwner, int] = {}
         row_counts: dict[SlotOwner, int] = {}
-        for number, row, stored, count in samples:
+        for number, row, num_stored, count in samples:
             owner = self._owners[number]
-            owner.stored = stored
+            owner.num_stored = num_stored
             first_rows[owner], row_counts[owner] = row, count
         pools = self._pools_of(prompt_pools), self._pools_of(sample_pools)
         return self._backend.decode_attention(first_rows, pools[0], pools[1], row_counts)

@@ -230,7 +230,10 @@ class CppDecodeAttention(StoringAttention):
             rows=np.array([first_rows[sample] + number for sample, _, number in found], np.int64),
             visible=np.array(visible, np.int64),
             own=_ranges(
-                [(pool, sample.slot, sample.stored + 1 + number) for sample, pool, number in found]
+                [
+                    (pool, sample.slot, sample.num_stored + 1 + number)
+                    for sample, pool, number in found
+                ]
             ),
             windows=windows,
         )

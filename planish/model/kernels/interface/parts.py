@@ -154,7 +154,6 @@ class AdapterBatch(Protocol):
 
         `x`: input [T, in]. `out`: [T, sum(sizes)]. `module`: its name in `fused_module_names` ("attn_in").
         """
-        ...
 
     def add_expert_(
         self, x: Tensor, out: Tensor, pairs: TokenExpertPairs, layer: int, module: str
@@ -164,7 +163,6 @@ class AdapterBatch(Protocol):
         `x`, `out`: input [P, in] and output [P, out] of `pairs`, which are sorted by expert.
         `module`: "mlp_in" or "mlp_out".
         """
-        ...
 
 
 class Lora(Protocol):
@@ -425,11 +423,9 @@ class HeadAdapters(Protocol):
 
     def add_(self, logits: Tensor) -> None:
         """Add the adapters' part to `logits` [R, V], in place."""
-        ...
 
     def add_single_(self, out: Tensor, rows: Tensor, tokens: Tensor) -> None:
         """Add the adapters' part to single logits `out` [P] of `rows` and `tokens` [P]."""
-        ...
 
 
 SingleLogits = Callable[[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None], Tensor]
@@ -536,7 +532,6 @@ class LogSumExp(Protocol):
         logits / temperature. Pairs first[r] .. first[r + 1] - 1 belong to row r, whose log-sum-exp
         is log_total[r].
         """
-        ...
 
     def log_sum_exp_backward(
         self,
@@ -586,7 +581,6 @@ class Sampling(Protocol):
         The largest weight of each row must be 1. Of equal weights, the first ones stay. The kept
         weights are those above a threshold, which the Triton kernel searches for.
         """
-        ...
 
     def sample_from_weights(self, weights: Tensor, uniforms: Tensor) -> Tensor:
         """Sample K tokens from each row of unnormalized probabilities. Return them as [N, K].

@@ -325,7 +325,7 @@ def _sample_groups(
     for number in range(max(map(len, rows))):
         slots = [slot for slot, of_sample in enumerate(rows) if len(of_sample) > number]
         numbers = [rows[slot][number] for slot in slots]
-        visible = [samples[slot].stored + 1 + number for slot in slots]
+        visible = [samples[slot].num_stored + 1 + number for slot in slots]
         in_order = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         batch_rows = torch.tensor(numbers, device=device)
         groups.append(
@@ -363,7 +363,7 @@ def _prompt_groups(
         slot = sample.prompt.slot
         if slot < len(prompts) and prompts[slot] is sample.prompt and sample.prompt.length >= SPAN:
             rows_of_slot[slot] += [
-                (row, sample.stored + 1 + number)
+                (row, sample.num_stored + 1 + number)
                 for number, row in enumerate(rows_of.get(sample, range(0)))
             ]
     groups = []

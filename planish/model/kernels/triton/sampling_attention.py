@@ -398,9 +398,9 @@ class _Step:
         number = np.arange(len(sample_of)) - np.repeat(np.cumsum(counts) - counts, counts)
         prompt, row = prompt[sample_of], row[sample_of] + number
         order = np.lexsort((row, prompt))
-        own = _Slots.of(used_sample_pools, bases, [sample.stored + 1 for sample in running]).select(
-            sample_of
-        )
+        own = _Slots.of(
+            used_sample_pools, bases, [sample.num_stored + 1 for sample in running]
+        ).select(sample_of)
         own.count[:] += number
         prompt = prompt[order]
         return cls(

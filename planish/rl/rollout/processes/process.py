@@ -51,11 +51,9 @@ class Worker(Protocol):
 
     def kill(self) -> None:
         """End the process at once."""
-        ...
 
     def close(self) -> None:
         """Free what belongs to a process that has ended."""
-        ...
 
 
 StartWorker = Callable[[socket.socket], Awaitable[Worker]]

@@ -172,7 +172,7 @@ class Prompt:
 @dataclass(eq=False)
 class Sample:
     prompt: Prompt
-    stored: int
+    num_stored: int
     slot: int = -1
 
 
@@ -237,7 +237,7 @@ def test_prefill_and_decode_equal_training_attention_bitwise(
         assert not found[0].any()
         assert all(torch.equal(row, whole[position]) for row in found[1:])
         for sample in running:
-            sample.stored += 1
+            sample.num_stored += 1
 
 
 def test_non_finite_values_stay_in_their_own_rows():

@@ -90,7 +90,9 @@ def test_one_decoding_call_equals_separate_calls_bitwise(
         for stored, sample in [
             (stored, sample) for stored in running.stored() for sample in running.owners
         ]:
-            stored[sample.slot, :, sample.stored] = 0  # the positions that the call stores again
+            stored[sample.slot, :, sample.num_stored] = (
+                0  # the positions that the call stores again
+            )
         fast = decode_pass(tokens, positions, running.attention(), given)
     assert calls
     assert torch.equal(fast, slow)

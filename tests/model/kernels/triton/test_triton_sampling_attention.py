@@ -55,20 +55,20 @@ class Batch:
         self.prompts.pool_for(capacity_for(length)).allocate(prompt)
         samples = [Sample(prompt, length % SPAN + count) for count in drawn]
         for sample in samples:
-            self.samples.pool_for(capacity_for(sample.stored + 1)).allocate(sample)
+            self.samples.pool_for(capacity_for(sample.num_stored + 1)).allocate(sample)
         self.running += samples
 
     def end(self, sample: Sample) -> None:
-        self.samples.pool_for(capacity_for(sample.stored + 1)).free(sample)
+        self.samples.pool_for(capacity_for(sample.num_stored + 1)).free(sample)
         self.running.remove(sample)
 
     def store(self, sample: Sample) -> None:
         """Count one more stored position, and move the sample to a larger slot if it is full."""
         pool, more = (
-            self.samples.pool_for(capacity_for(sample.stored + 1)),
-            capacity_for(sample.stored + 2),
+            self.samples.pool_for(capacity_for(sample.num_stored + 1)),
+            capacity_for(sample.num_stored + 2),
         )
-        sample.stored += 1
+        sample.num_stored += 1
         if more > pool.capacity:
             pool.move([sample], self.samples.pool_for(more))
 
@@ -93,7 +93,9 @@ class Batch:
                 },
             )
         for pool in self.samples.pools_in_use():
-            _spoil(pool, {sample.slot: sample.stored for sample in cast(list[Sample], pool.owners)})
+            _spoil(
+                pool, {sample.slot: sample.num_stored for sample in cast(list[Sample], pool.owners)}
+            )
 
     def tables(self, max_rows: int) -> DecodeTables:
         return DecodeTables(PoolBases(self.shape, 4096), max_rows, self.q_heads, self.windows)
@@ -120,10 +122,10 @@ class Batch:
             given = (rows, self.prompts, self.samples, 1, DEVICE, self.windows)
             reference = DecodeAttention(*given)(layer, q, k, v, self.sinks)
         for sample in self.running if reference is None else ():
-            own, row = self.samples.pool_for(capacity_for(sample.stored + 1)), rows[sample]
+            own, row = self.samples.pool_for(capacity_for(sample.num_stored + 1)), rows[sample]
             (
-                own.keys[layer][sample.slot, :, sample.stored],
-                own.values[layer][sample.slot, :, sample.stored],
+                own.keys[layer][sample.slot, :, sample.num_stored],
+                own.values[layer][sample.slot, :, sample.num_stored],
             ) = (
                 k[row],
                 v[row],
@@ -145,13 +147,13 @@ class Batch:
         prompt, seen = sample.prompt, sample.prompt.length // SPAN * SPAN
         home, own = (
             self.prompts.pool_for(capacity_for(prompt.length)),
-            self.samples.pool_for(capacity_for(sample.stored + 1)),
+            self.samples.pool_for(capacity_for(sample.num_stored + 1)),
         )
         keys, values = (
             torch.cat(
                 [
                     theirs[layer][prompt.slot, :, :seen],
-                    ours[layer][sample.slot, :, : sample.stored + 1],
+                    ours[layer][sample.slot, :, : sample.num_stored + 1],
                 ],
                 1,
             )
@@ -288,7 +290,7 @@ def test_several_rows_of_a_sample_equal_one_row_per_step(kernel, window):
         rows[sample] = row
         row += counts[sample]
     q, k, v = running.random(row, 4, 16), running.random(row, 2, 16), running.random(row, 2, 16)
-    before = {sample: sample.stored for sample in running.running}
+    before = {sample: sample.num_stored for sample in running.running}
     running.redraw()
     if kernel != "reference":  # which multiplies the values of unseen keys by 0
         running.spoil()
@@ -297,7 +299,7 @@ def test_several_rows_of_a_sample_equal_one_row_per_step(kernel, window):
     for number in range(5):
         chosen = {sample: rows[sample] + min(number, counts[sample] - 1) for sample in rows}
         for sample in running.running:
-            sample.stored = before[sample] + chosen[sample] - rows[sample]
+            sample.num_stored = before[sample] + chosen[sample] - rows[sample]
         alone = attention(chosen, None)(1, q, k, v)
         some = list(chosen.values())
         if kernel == "triton":
@@ -336,7 +338,7 @@ def test_a_step_of_some_samples_leaves_the_others_alone(kernel):
         """Return the keys and values of each sample's slot."""
         found = []
         for sample in running.running:
-            pool = running.samples.pool_for(capacity_for(sample.stored + 1))
+            pool = running.samples.pool_for(capacity_for(sample.num_stored + 1))
             found.append(torch.stack([pool.keys[1][sample.slot], pool.values[1][sample.slot]]))
         return found
 
@@ -437,7 +439,7 @@ def test_pieces_cover_all_positions_exactly_once(groups, heads, group):
     assert set(written.values()) <= {1}
     assert max(written, default=0) < len(tables._work[None].values)
     for sample in running:
-        shared, own = sample.prompt.length // SPAN * SPAN, sample.stored + 1
+        shared, own = sample.prompt.length // SPAN * SPAN, sample.num_stored + 1
         found = sorted(seen[rows[sample]])
         assert [number for number, _, _ in found] == list(range(len(found)))
         ends = [0]
