@@ -233,7 +233,9 @@ class ReplicaSet:
     def _give_up(self, lost: Replica, reason: str) -> None:
         # The replica of this number that others see: `lost` may have been lost while it loaded the
         # base models, before it took the place.
-        self.replicas[lost.number].failure = reason
+        replica = self.replicas[lost.number]
+        # A rejected replica is then ended, and that loss is not the reason.
+        replica.failure = replica.failure or reason
         _log.error("replica %d is not started again: %s", lost.number, reason)
 
     def _is_replaceable(self, lost: Replica) -> bool:
