@@ -92,18 +92,10 @@ def page() -> str:
             "the entries of an object. In `forward_backward`, `forward_input` is called "
             "`forward_backward_input`. `planish/draw` takes "
             f"{JSON_LIMITS['/planish/draw']['requests'].limit} in `requests`, each with the fields "
-            "of `asample`."
+            "of `asample`. `forward_backward` in protobuf has the limits of its JSON form, and its "
+            f"`seq_id` is {PROTOBUF_LIMITS['seq_id'].limit}."
         ),
         *_request_tables(_api_fields()),
-        "## Protobuf: forward_backward\n",
-        _grouped(
-            {
-                field: limit
-                for field, limit in _limits_in_words(PROTOBUF_LIMITS).items()
-                if not _CHOICE.fullmatch(limit)
-            }
-        ),
-        "",
         "## Requests of OpenAI and Anthropic clients\n",
         _prose(
             f"The JSON of one parameter has at most {MAX_OPTION_BYTES >> 10} KiB. The text of "
