@@ -391,7 +391,7 @@ class _ModelNeeds:
             return config.max_context
         # Torch allocates pinned memory in powers of two.
         layer_bytes = int(self.offload_bytes) // config.num_layers
-        return (1 << (layer_bytes.bit_length() - 1)) // input_bytes(config) if layer_bytes else 0
+        return (1 << layer_bytes.bit_length()) // 2 // input_bytes(self.backend)
 
     def _divide(self, available_bytes: float, sizing_bytes: float) -> ModelMemory:
         """Divide `available_bytes` among the budgets.

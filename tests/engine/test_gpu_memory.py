@@ -9,22 +9,25 @@ import torch
 
 pytest.importorskip("triton")
 
-FAMILIES = ("qwen3", "gemma3", "olmo3")
-"""The program compares all families by default."""
+MODES = {
+    **dict.fromkeys(("qwen3", "gemma3", "olmo3"), tuple(gpu_memory.MODES)),
+    **dict.fromkeys(("lfm2", "glm4_moe"), ("stored", "prefill", "recomputed")),
+    "qwen3_moe": ("stored",),
+}
+"""The program compares all families in all modes by default."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted without a GPU only")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODES)
 def test_the_plan_is_close_to_the_peak_of_a_pretended_gpu(family):
     done = subprocess.run(
-        [sys.executable, gpu_memory.__file__, family],
+        [sys.executable, gpu_memory.__file__, family, "--modes", *MODES[family]],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     # Each mode has two lengths. A prefill has one number.
-    shares = family not in gpu_memory.TRANSFORMERS_FAMILIES
-    assert len(done.stdout.splitlines()) == (9 if shares else 7)
+    assert len(done.stdout.splitlines()) == 2 * len(MODES[family]) - ("prefill" in MODES[family])

@@ -43,8 +43,7 @@ class SamplerSettings:
         if config.num_experts:
             # Each token is computed by several experts, so the experts' inputs and outputs have one
             # row per pair of a token and one of its experts.
-            expert_size = 3 * config.expert_size + 3 * config.hidden_size
-            experts_size = config.experts_per_token * expert_size
+            experts_size = 3 * config.experts_per_token * (config.expert_size + config.hidden_size)
             if config.has_shared_expert:
                 mlp_size += experts_size
             else:
@@ -52,11 +51,8 @@ class SamplerSettings:
         values_per_token = 4 * config.hidden_size + 3 * query_size + 4 * kv_size + mlp_size
         # Float32 values are the residual stream, and copies that norms need outside of the fused
         # kernels.
-        num_float32_values = 2 * config.hidden_size
-        if config.output_norms:
-            num_float32_values += config.hidden_size
-        if config.joint_qk_norm:
-            num_float32_values += query_size + kv_size
+        num_float32_values = (2 + config.output_norms) * config.hidden_size
+        num_float32_values += (query_size + kv_size) * config.joint_qk_norm
         return (
             logits_bytes
             + backend.workspace_bytes

@@ -7,7 +7,6 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from math import ceil
 
-from planish.model.architecture.config import ModelConfig
 from planish.model.kernels.interface.backend import Backend
 from planish.model.layers.lora import fused_modules, padded_lora_columns
 from planish.model.layers.recurrence import activation_bytes_per_row, backward_bytes
@@ -61,14 +60,19 @@ class TrainerSettings:
         num_tokens = self.micro_batch_tokens if num_tokens is None else num_tokens
         itemsize = backend.dtype.itemsize
         logit_itemsize = backend.training_logits_dtype.itemsize
-        layer_bytes = self._layer_bytes(backend, rank)
+        bytes_by_layer = self._bytes_by_layer(backend, rank)
+        layer_bytes = max(bytes_by_layer)
         # The backward pass of a layer needs the gradients of about two fifths of what the layer
-        # stores, and those of all pairs of a row and an expert.
+        # stores, and those of all pairs of a row and an expert. Modelling code stores more.
         pair_bytes = itemsize * (3 * config.hidden_size + 4 * config.expert_size)
         if config.activation == "clamped_swiglu":
             # torch computes its gradient from six float32 tensors.
             pair_bytes = max(pair_bytes, (6 * 4 + 3 * itemsize) * config.expert_size)
-        temporary_bytes = max(layer_bytes * 2 // 5, config.experts_per_token * pair_bytes)
+        temporary_bytes = (
+            max(layer_bytes * 2 // 5, config.experts_per_token * pair_bytes)
+            if config.hf is None
+            else layer_bytes // 3
+        )
         # The logits of one chunk of rows exist beside their gradient in the dtype of the matmuls.
         chunk_bytes = min(num_tokens, backend.head_rows) * config.vocab_size
         chunk_bytes *= logit_itemsize + itemsize
@@ -77,10 +81,10 @@ class TrainerSettings:
             stored_bytes = 0
             if not self.offloads(num_tokens):
                 num_groups = ceil(config.num_layers / group_size)
-                stored_bytes = num_tokens * num_groups * input_bytes(config)
+                stored_bytes = num_tokens * num_groups * input_bytes(backend)
             backward_layer_bytes = num_tokens * (group_size * layer_bytes + temporary_bytes)
         else:
-            stored_bytes = num_tokens * config.num_layers * layer_bytes
+            stored_bytes = num_tokens * sum(bytes_by_layer)
             backward_layer_bytes = num_tokens * temporary_bytes
             chunk_bytes += num_tokens * logit_itemsize * config.vocab_size
         backward_layer_bytes += backward_bytes(config, num_tokens)
@@ -98,29 +102,29 @@ class TrainerSettings:
             return 0
         if config.hf is not None or self.offloads(num_tokens):
             return 1  # Offloaded inputs take no memory here, and modelling code runs by layer.
-        layer_bytes = self._layer_bytes(backend, rank=32)
+        layer_bytes = max(self._bytes_by_layer(backend, rank=32))
 
         def stored_bytes(size: int) -> int:
-            return ceil(config.num_layers / size) * input_bytes(config) + size * layer_bytes
+            return ceil(config.num_layers / size) * input_bytes(backend) + size * layer_bytes
 
         return min(range(1, config.num_layers + 1), key=stored_bytes)
 
-    def _layer_bytes(self, backend: Backend, rank: int) -> int:
-        """Return the most bytes per token that a layer stores for its backward pass."""
-        return max(
-            self._bytes_of_layer(backend, rank, layer) for layer in range(backend.config.num_layers)
-        )
+    def _bytes_by_layer(self, backend: Backend, rank: int) -> list[int]:
+        """Return the bytes per token that each layer stores for its backward pass."""
+        return [self._bytes_of_layer(backend, rank, i) for i in range(backend.config.num_layers)]
 
     def _bytes_of_layer(self, backend: Backend, rank: int, layer: int) -> int:
         config = backend.config
-        layer_bytes = self._attention_bytes(backend)
-        if config.hf is None or any(linear.is_mlp for linear in config.hf.layers[layer]):
-            layer_bytes += self._mlp_bytes(backend, rank, layer)
-        if config.hf is not None:
-            # Modelling code stores float32 copies in norms, the parts of RoPE, and the outputs of
-            # experts before they are weighted. The factors were measured.
-            layer_bytes = layer_bytes * (5 if config.num_experts else 3) // 2
-        if config.mamba2 is not None and layer not in config.mamba2.layers:
+        if config.hf is None:
+            layer_bytes = self._attention_bytes(backend) + self._mlp_bytes(backend, rank, layer)
+        else:
+            num_values, layer_bytes = config.hf.stored[layer]
+            num_values += padded_lora_columns(rank) * sum(
+                config.experts_per_token if linear.num_experts else 1
+                for linear in config.hf.layers[layer]
+            )
+            layer_bytes += backend.dtype.itemsize * num_values
+        if config.recurrence is None or layer not in config.recurrence.layers:
             return layer_bytes
         # A recurrent layer is estimated as a layer with attention plus the tensors that only the
         # recurrence stores.
@@ -132,13 +136,8 @@ class TrainerSettings:
         query_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         # The inputs of all norms and the log-sum-exp of the attention are float32.
-        num_float32_values = config.num_heads
-        if config.input_norms:
-            num_float32_values += 2 * config.hidden_size
-        if config.output_norms:
-            num_float32_values += 2 * config.hidden_size
-        if config.qk_norm:
-            num_float32_values += query_size + kv_size
+        num_float32_values = config.num_heads + (query_size + kv_size) * config.qk_norm
+        num_float32_values += 2 * (config.input_norms + config.output_norms) * config.hidden_size
         # The other tensors have the dtype of the matmuls: the outputs of both norms, the output of
         # the fused projection, of which v is a view, q and k after RoPE, and the attention output.
         num_model_dtype_values = 2 * config.hidden_size + 3 * (query_size + kv_size)
@@ -156,13 +155,11 @@ class TrainerSettings:
         # stores its float32 input, its logits and its probabilities.
         num_values_per_pair = 2 * config.expert_size + sum(lora_columns[2:4])
         router_bytes = 4 * (config.hidden_size + 3 * config.num_experts)
-        num_shared_expert_values = 0
-        if config.has_shared_expert:
-            # The shared expert is a dense MLP. Its output is stored too, because the gate
-            # multiplies that output.
-            num_shared_expert_values = (
-                3 * config.intermediate_size + config.hidden_size + sum(lora_columns[4:])
-            )
+        # A shared expert is a dense MLP. Its output is stored too, because the gate multiplies that
+        # output.
+        num_shared_expert_values = config.has_shared_expert * (
+            3 * config.intermediate_size + config.hidden_size + sum(lora_columns[4:])
+        )
         num_expert_values = config.experts_per_token * num_values_per_pair
         return (
             itemsize * (sum(lora_columns[:2]) + num_expert_values + num_shared_expert_values)
@@ -189,6 +186,11 @@ class TrainerSettings:
         )
 
 
-def input_bytes(config: ModelConfig) -> int:
-    """Return the bytes per token of a layer's input, which activation checkpointing stores."""
-    return 4 * config.hidden_size
+def input_bytes(backend: Backend) -> int:
+    """Return the bytes per token of a layer's input, which activation checkpointing stores.
+
+    The residual stream of planish's decoder is float32, and that of modelling code has the dtype of
+    the model.
+    """
+    itemsize = 4 if backend.config.hf is None else backend.dtype.itemsize
+    return itemsize * backend.config.hidden_size

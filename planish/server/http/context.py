@@ -404,9 +404,7 @@ def body_endpoint(
     """
 
     async def handle(context: RequestContext) -> Answer:
-        chosen = decode
-        if decode_protobuf is not None and context.is_protobuf:
-            chosen = decode_protobuf
+        chosen = (context.is_protobuf and decode_protobuf) or decode
         async with context.decoded_body(limit, chosen) as value:
             return await handler(context, value)
 

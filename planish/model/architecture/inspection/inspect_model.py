@@ -218,14 +218,12 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
         max_context = _max_context(text_config)
         head_name = _head_name(model)
         head_shape = tuple(model.get_submodule(head_name).weight.shape)
-        layer_linears = [
-            list(_linears(layer, config.model_type))
-            for layer in model.get_submodule(layers_name).children()
-        ]
+        decoder_layers = list(model.get_submodule(layers_name).children())
+        layer_linears = [list(_linears(layer, config.model_type)) for layer in decoder_layers]
         weight_shapes = tuple((n, tuple(w.shape)) for n, w in model.named_parameters())
         base_name = base_model_name(layers_name)
-        text_model = text_part_name(layers_name, is_multimodal)
-        calls = record_attention(model, model.get_submodule(text_model), max_context)
+        base = model.get_submodule(text_part_name(layers_name, is_multimodal))
+        calls, stored = record_attention(model, base, decoder_layers, max_context)
         mixer_names = list(_names_in_layers(calls, layers_name))
         attention_layers = tuple(map(layer_of, mixer_names))
         _check_one_call_per_layer(attention_layers, text_config, set(map(layer_of, recurrent)))
@@ -250,6 +248,7 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
             kv_numbers=_kv_numbers(calls),
             attention_layers=attention_layers,
             weight_shapes=weight_shapes,
+            stored=stored,
             settings_digest=settings_digest,
             head_scale=head_function.scale,
             vision=vision,

@@ -95,6 +95,11 @@ class HFModules:
     """
     weight_shapes: tuple[tuple[str, tuple[int, ...]], ...]
     """The name and shape of each weight in transformers' modules."""
+    stored: tuple[tuple[int, ...], ...]
+    """What each layer stores per token for the backward pass, except LoRA hidden states and the
+    recurrence of Mamba-2: the number of values in the model's dtype, and the bytes of other dtypes
+    if that dtype has 16 bits.
+    """
     settings_digest: str
     """A hash of the fields of config.json that determine logits."""
     head_scale: float = 1.0

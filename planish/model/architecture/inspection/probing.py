@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 from planish.errors import UnsupportedError
 from planish.model.architecture.inspection.masks import CausalMask, read_mask
 
-_PROBE_TOKENS = 3
+_PROBE_TOKENS = 127
+"""A prime number, so that it divides the sizes of activations and of nothing else."""
 _MAMBA2_MIXERS = (
     *("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer"),
     *("NemotronHMamba2Mixer", "Zamba2MambaMixer"),
@@ -51,10 +53,18 @@ class AttentionCall:
     """The number of the earlier call whose keys and values this call reads. None: its own."""
 
 
-class AttentionRecorder:
-    """An attention function of transformers that records its calls and computes nothing."""
+class LayerRecorder:
+    """Records the calls of the attention in a bfloat16 model on torch's meta device, as an attention
+    function of transformers that computes nothing. Also counts what each layer stores.
+    """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, layers: Sequence[Any]) -> None:
+        self._layer, self._storages = 0, dict[int, Any]()  # kept, so that addresses are unique
+        self.stored = [[0, 0] for _ in (*layers, None)]
+        """`HFModules.stored` of each layer, and of what follows the layers."""
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(partial(self._begin, index))
+            layer.register_forward_hook(partial(self._begin, index + 1))
         self._names = {module: name for name, module in model.named_modules()}
         self.calls: list[AttentionCall] = []
         self._keys_and_values: list[tuple[Any, Any]] = []
@@ -109,13 +119,56 @@ class AttentionRecorder:
             )
         )
         shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-        return query.new_empty(shape), None
+        for x in (query, key, value):
+            self.store(x[0].transpose(0, 1).contiguous())
+        self.stored[self._layer][1] += 4 * query.shape[1]  # the log-sum-exp
+        return self.store(_trained(query.new_empty(shape))), None
+
+    def linear(self, _: Any, args: tuple[Any, ...], out: Any) -> Any:
+        """Count the input of a linear, which an adapter trains. Return its output with a gradient."""
+        self.store(args[0])
+        return _trained(out)
+
+    def experts(
+        self, experts: Any, size: int, hidden_states: Any, top_k_index: Any, *_: Any
+    ) -> Any:
+        """Count what planish's experts store (see `FrozenExperts`), and return their output.
+
+        `size`: the columns of the first linear.
+        """
+        inputs = hidden_states.new_empty(top_k_index.numel(), hidden_states.shape[-1])
+        gate_up = _trained(inputs.new_empty(len(inputs), size))
+        activations = experts._apply_gate(gate_up) if experts.has_gate else experts.act_fn(gate_up)
+        # The sum multiplies float32 outputs by their weights.
+        for x in (inputs, activations, inputs.float()):
+            self.store(x)
+        return _trained(hidden_states)
+
+    def _begin(self, layer: int, *_: Any) -> None:
+        self._layer = layer
+
+    def store(self, tensor: Any) -> Any:
+        """Count the storage of a tensor of activations once, and return the tensor."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages and tensor.numel() % _PROBE_TOKENS == 0:
+            self._storages[storage._cdata] = storage
+            size, is_other = storage.nbytes() // _PROBE_TOKENS, tensor.itemsize != 2
+            self.stored[self._layer][is_other] += size if is_other else size // 2
+        return tensor
 
 
-def record_attention(model: Any, base: Any, max_context: int) -> list[AttentionCall]:
-    """Run a model without weights, and return the calls of its attention.
+def _trained(x: Any) -> Any:
+    """Return a tensor like x that has a gradient, and is no leaf, so code may change it in place."""
+    return x.new_empty(x.shape).requires_grad_().clone()
 
-    `base`: the part of the model below its head. The layers' experts are replaced, because they need the values of the router. Raises
+
+def record_attention(
+    model: Any, base: Any, layers: Sequence[Any], max_context: int
+) -> tuple[list[AttentionCall], tuple[tuple[int, ...], ...]]:
+    """Run a model without weights. Return the calls of its attention, and `HFModules.stored`.
+
+    `base`: the part of the model below its head. `layers`: its decoder layers. Their
+    experts are replaced, because they need the values of the router. Raises
     UnsupportedError if the code does not run without values, or uses attention in a way that
     planish does not have.
     """
@@ -126,10 +179,6 @@ def record_attention(model: Any, base: Any, max_context: int) -> list[AttentionC
 
     if "position_ids" not in inspect.signature(base.forward).parameters:
         raise UnsupportedError("its forward pass takes no position_ids")
-
-    class Skipped(torch.nn.Module):
-        def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return torch.empty_like(hidden_states)
 
     class RecordedMask(torch.Tensor):
         planish_mask: CausalMask | None = None
@@ -149,14 +198,20 @@ def record_attention(model: Any, base: Any, max_context: int) -> list[AttentionC
         mask.planish_mask = read
         return mask
 
+    recorder = LayerRecorder(model, layers)
     for module in list(model.modules()):
         if isinstance(getattr(module, "rope_type", None), str):
             # Some scalings depend on the values of positions, which a meta tensor lacks.
             module.rope_type = "default"
-        for name, child in list(module.named_children()):
-            if is_experts_module(child) or is_mamba2(child):
-                setattr(module, name, Skipped())
-    recorder = AttentionRecorder(model)
+        if is_linear(module):
+            module.register_forward_hook(recorder.linear)
+        elif is_experts_module(module):
+            sizes = getattr(module, expert_linear_names(module)[0]).shape[1:]
+            module.forward = partial(recorder.experts, module, sizes[module.is_transposed])
+        elif is_mamba2(module):
+            module.forward = lambda hidden_states, *_, **__: recorder.linear(
+                None, (hidden_states,), hidden_states
+            )
     AttentionInterface.register("planish_recorder", recorder)  # type: ignore[arg-type]
     AttentionMaskInterface.register("planish_recorder", recorded_mask)
     model.config._attn_implementation = "planish_recorder"
@@ -165,14 +220,14 @@ def record_attention(model: Any, base: Any, max_context: int) -> list[AttentionC
         # Packed sequences are found by the values of positions, which a meta tensor lacks. So are
         # invalid arguments of a distribution (Gemma 3n).
         with (
-            torch.no_grad(),
+            torch.autograd.graph.saved_tensors_hooks(recorder.store, lambda tensor: tensor),
             torch.device("meta"),
             patch.object(masking_utils, "find_packed_sequence_indices", lambda positions: None),
             patch.object(torch.distributions.Distribution, "_validate_args", False),
         ):
             tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
             positions = torch.arange(_PROBE_TOKENS)[None]
-            base(tokens, position_ids=positions, use_cache=False)
+            base.bfloat16()(tokens, position_ids=positions, use_cache=False)
     except UnsupportedError:
         raise
     except Exception as error:  # Modelling code raises many kinds of errors.
@@ -180,7 +235,7 @@ def record_attention(model: Any, base: Any, max_context: int) -> list[AttentionC
             f"its code does not run without values ({first_line(error)}), so planish cannot find "
             "out how it uses attention"
         ) from error
-    return recorder.calls
+    return recorder.calls, tuple(map(tuple, recorder.stored[:-1]))
 
 
 def _read_mask(mask_function: Any, max_context: int) -> CausalMask:
