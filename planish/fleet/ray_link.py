@@ -166,7 +166,7 @@ class RayLink:
                     return self._ray.get(reference, timeout=_CHECK_SECONDS)
         # Ray raises SystemExit in threads that wait when the cluster ends.
         except (exceptions.ActorDiedError, SystemExit) as error:
-            raise ReplicaLostError(_describe_end(error)) from None
+            raise ReplicaLostError(describe_end(error)) from None
         except exceptions.RayTaskError as error:
             reason = str(error).strip().splitlines()[-1]
             raise TransferError(f"data of a replica cannot be transferred: {reason}") from None
@@ -179,7 +179,7 @@ class RayLink:
         another one takes its place.
         """
         self.kill()
-        return ReplicaLostError(_describe_end(error))
+        return ReplicaLostError(describe_end(error))
 
 
 class TransferError(PlanishError):
@@ -206,13 +206,14 @@ def _store(action: Callable[[], R]) -> R:
         ) from None
 
 
-def _describe_end(error: BaseException) -> str:
+def describe_end(error: BaseException) -> str:
     """Return how a replica's process has ended. Ray's message has a header, the reason, and advice
     about Ray.
     """
     lines = [line for line in str(error).splitlines()[1:] if line.strip() and line[0] != "\t"]
     reason = " ".join(lines) or str(error) or type(error).__name__
-    if "OOM kill" in reason:
+    # Ray names the OOM killer as a possible cause of every end that it does not know.
+    if "OOM kill reason" in reason:
         return (
             "the replica's process was ended by Ray, because the memory of its machine is nearly "
             "full; start fewer replicas on each machine, or lower kv_cache_bytes and "
