@@ -5,10 +5,11 @@ replicas than this machine has.
 
 The fleets run one after another, so that their memory does not add up: with one CPU for each
 replica, then one replica with two CPUs. Iterations (W3) of each fleet alternate with those of an
-engine in this process, which computes with one thread; the first ones do not count. The simulation takes the measured costs of one iteration and gives each of n replicas the work of one
-iteration. It asks which part of a step grows with n: the head's process, which submits requests and
-receives results; the object store, which sends each version to each replica; and the home, which
-adds gradients and steps.
+engine in this process, which computes with one thread; the first ones do not count. The simulation
+takes the measured costs of one iteration and gives each of n replicas the work of one iteration. It
+asks which part of a step grows with n: the head's process, which submits requests and receives
+results; the object store, which sends each version to each replica; and the home, which adds
+gradients and steps.
 """
 
 import json
