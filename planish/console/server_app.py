@@ -34,10 +34,10 @@ from planish.console.web import (
 )
 from planish.errors import PlanishError
 from planish.server.http.budgets import MAX_SAMPLE_BODY
+from planish.server.http.compatible_routes import ClientGoneError
 from planish.server.http.context import RequestContext, authenticate, status_and_message
 from planish.server.http.keys import OPERATOR_KEY_NAME
 from planish.server.http.routes_traces import trace_response
-from planish.server.http.v1 import ClientGoneError
 from planish.server.openai.chat import chat_completions
 from planish.server.openai.models import OpenAIModels
 from planish.server.openai.requests import ChatRequest, read_request

@@ -13,7 +13,7 @@ from planish.errors import shortened
 from planish.server.durable import journal
 from planish.server.durable.failed_requests import FailedRequests
 from planish.server.durable.journal import RequestRow
-from planish.server.durable.request_log import RequestLog, TenantLimits
+from planish.server.durable.request_log import RequestLog, TenantRateLimiter
 from planish.server.durable.store import Store, Transaction
 from planish.server.metrics import Counters
 from planish.server.request import Request, TransactionHook, check_same_request
@@ -30,7 +30,7 @@ class Intake:
 
     _store: Store
     _request_log: RequestLog
-    _limits: TenantLimits
+    _rate_limiter: TenantRateLimiter
     _counters: Counters
     _failed_requests: FailedRequests
     _min_free_disk_bytes: int
@@ -100,7 +100,7 @@ class Intake:
         """Raise an error if a request of `size` bytes cannot be accepted: TooManyRequests because
         of the tenant's limits, Unavailable because of the disk.
         """
-        self._limits.check(tenant, size)
+        self._rate_limiter.check(tenant, size)
         self.check_disk(size)
 
     def check_disk(self, size: int) -> None:

@@ -67,7 +67,7 @@ class Request:
     """The number of sequences that a sample request generates. It is 0 for other requests, and for
     a request of an earlier process until its operation is read.
     """
-    num_losses: int = 0
+    num_lost_replicas: int = 0
     """How often a replica was lost while this was the first unanswered request of its model."""
     begun: float | None = None
     """When the request's turn came, in seconds since 1970; None until then."""

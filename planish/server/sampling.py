@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from planish.errors import EngineClosedError
-from planish.server.durable.request_log import RequestLog, TenantLimits
+from planish.server.durable.request_log import RequestLog, TenantRateLimiter
 from planish.server.durable.retries import retry_briefly
 from planish.server.engine_client import EngineClient
 from planish.server.intake import Intake
@@ -51,13 +51,13 @@ class Sampling:
         turns: Turns,
         settlement: Settlement,
         request_log: RequestLog,
-        limits: TenantLimits,
+        rate_limiter: TenantRateLimiter,
         counters: Counters,
     ) -> None:
         """`turns` are the turns of samples. `limits` and `counters` count the sampled tokens."""
         self._samplers, self._engine = samplers, engine
         self._intake, self._turns, self._settlement = intake, turns, settlement
-        self._request_log, self._limits, self._counters = request_log, limits, counters
+        self._request_log, self._rate_limiter, self._counters = request_log, rate_limiter, counters
         self._checked_models: set[str] = set()
         """Base models that an earlier check has loaded. The first check of a base model loads it,
         so this check runs in a thread.
@@ -257,7 +257,7 @@ class Sampling:
             )
         finally:  # a cancelled request is charged for the tokens sampled so far
             self._turns.charge(tenant, num_sampled)
-            self._limits.use_tokens(tenant, num_sampled)
+            self._rate_limiter.use_tokens(tenant, num_sampled)
             counters.sampled_tokens[tenant] += num_sampled
         counters.prompt_tokens[tenant] += operation.prompt.max_length
         counters.cached_prompt_tokens[tenant] += response.prompt_cache_hit_tokens

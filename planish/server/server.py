@@ -52,7 +52,7 @@ from planish.server.durable.expiry_clock import ExpiryClock
 from planish.server.durable.failed_requests import FailedRequests
 from planish.server.durable.links import LinkSigner
 from planish.server.durable.records import ModelRow, count
-from planish.server.durable.request_log import RequestLog, TenantLimits
+from planish.server.durable.request_log import RequestLog, TenantRateLimiter
 from planish.server.durable.store import Store
 from planish.server.engine_client import DeviceClock, EngineClient
 from planish.server.intake import Intake
@@ -64,7 +64,7 @@ from planish.server.models.intake import ModelIntake, OperationCheck
 from planish.server.models.model import ModelActor
 from planish.server.models.replay import Replay
 from planish.server.models.request_queue import QueueItem, RequestQueue
-from planish.server.models.steps import Steps
+from planish.server.models.submission import RequestSubmitter
 from planish.server.runs import TrainingRuns
 from planish.server.samplers import Samplers
 from planish.server.sampling import Sampling
@@ -107,7 +107,7 @@ class Server:
         self.counters = Counters()
         self.stopping = asyncio.Event()
         """Set when the server begins to stop."""
-        self.limits = TenantLimits(settings)
+        self.rate_limiter = TenantRateLimiter(settings)
         self.failed_requests = FailedRequests(self.store, settings)
         self.crash_guard = CrashGuard(self.store, self.engine.load_base_models)
         self.adapter_cache = AdapterCache(settings.adapter_memory_bytes, self.counters)
@@ -128,11 +128,11 @@ class Server:
             settings.sampling_slots, settings.max_sampling_slots_per_tenant
         )
         # The stages of a request.
-        self.request_log = RequestLog(self.store, settings, self.limits, self.crash_guard)
+        self.request_log = RequestLog(self.store, settings, self.rate_limiter, self.crash_guard)
         self.intake = Intake(
             self.store,
             self.request_log,
-            self.limits,
+            self.rate_limiter,
             self.counters,
             self.failed_requests,
             settings.min_free_disk_bytes,
@@ -166,13 +166,15 @@ class Server:
             self._turns(self.sampling_queue),
             self.settlement,
             self.request_log,
-            self.limits,
+            self.rate_limiter,
             self.counters,
         )
         self._replay = Replay(
             self.store, self.engine, self.request_log, self.crash_guard, settings, self.counters
         )
-        self._steps = Steps(self.engine, self.checkpoints, self.request_log, DeviceClock())
+        self._submitter = RequestSubmitter(
+            self.engine, self.checkpoints, self.request_log, DeviceClock()
+        )
         self._operation_check = OperationCheck(self.store, self.checkpoints, settings)
         self.models = Models(
             self.store,
@@ -230,7 +232,7 @@ class Server:
             self.request_log,
             self.adapter_cache,
             self._training_turns,
-            self._steps,
+            self._submitter,
             self.settlement,
             self.models.forget,
         )

@@ -152,7 +152,9 @@ class Served:
 
     def is_idle(self) -> bool:
         server = self.server
-        return server.sampling_queue.used_slots == 0 and not server.limits.unanswered_by_tenant()
+        return (
+            server.sampling_queue.used_slots == 0 and not server.rate_limiter.unanswered_by_tenant()
+        )
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from planish.errors import StorageError, UserError
 from planish.server.durable.retries import retry_until_memory_suffices
 from planish.server.durable.store import Store, Transaction
 from planish.server.http.app import create_app
-from planish.server.models import steps
+from planish.server.models import submission
 from planish.server.request import failed_from_error
 from planish.server.results import Unavailable
 from planish.server.server import Server
@@ -36,7 +36,7 @@ async def test_an_applied_request_whose_answer_needs_more_memory_is_answered_as_
     model_dir, data_dir, monkeypatch, caplog, kind
 ):
     """Also after a restart, which replays the journal."""
-    encode, refused = steps.encode_result, 0
+    encode, refused = submission.encode_result, 0
 
     async def refuse(operation, result):
         nonlocal refused
@@ -49,7 +49,7 @@ async def test_an_applied_request_whose_answer_needs_more_memory_is_answered_as_
         with monkeypatch.context() as patched:
             patched.setattr("planish.server.durable.retries._PAUSES", (0.01,))
             if fails:
-                patched.setattr(steps, "encode_result", refuse)
+                patched.setattr(submission, "encode_result", refuse)
             settings = ServerSettings(adapter_idle_timeout=1e6)
             async with running(model_dir, data, settings) as server:
                 client = await Client.start(server)

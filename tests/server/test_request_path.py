@@ -39,7 +39,7 @@ TRAINING = SHARED | {
     "models/intake.py",
     "models/model.py",
     "models/request_queue.py",
-    "models/steps.py",
+    "models/submission.py",
 }
 SAMPLING = SHARED | {
     "http/routes_sampling.py",

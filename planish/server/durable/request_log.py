@@ -35,7 +35,7 @@ class RequestLog:
 
     _store: Store
     _settings: MemorySettings
-    _limits: TenantLimits
+    _rate_limiter: TenantRateLimiter
     _crash_guard: CrashGuard
     disk_faults: DiskFaults = field(default_factory=DiskFaults)
     operation_bytes: int = 0
@@ -60,10 +60,10 @@ class RequestLog:
         the limits of its tenant allow no new request.
         """
         row = request.row
-        self._limits.check(row.tenant, row.body_bytes)
+        self._rate_limiter.check(row.tenant, row.body_bytes)
         self.active[row.id] = request
-        self._limits.add_request(row.tenant, row.body_bytes)
-        self._limits.use_tokens(row.tenant, request.num_input_tokens)
+        self._rate_limiter.add_request(row.tenant, row.body_bytes)
+        self._rate_limiter.use_tokens(row.tenant, request.num_input_tokens)
         if self.operation_bytes + row.body_bytes > self._settings.request_memory_bytes:
             request.operation = None
         elif request.operation is not None:
@@ -73,21 +73,21 @@ class RequestLog:
         """Undo `add`, because the request is not in the journal."""
         del self.active[request.id]
         self.release_operation(request)
-        self._limits.remove_request(request.row.tenant, request.row.body_bytes)
-        self._limits.use_tokens(request.row.tenant, -request.num_input_tokens)
+        self._rate_limiter.remove_request(request.row.tenant, request.row.body_bytes)
+        self._rate_limiter.use_tokens(request.row.tenant, -request.num_input_tokens)
 
     def restore(self, row: RequestRow) -> Request:
         """Put an unanswered request of an earlier process into memory."""
         request = Request(row, None)
         request.journaled.set_result(None)
         self.active[row.id] = request
-        self._limits.add_request(row.tenant, row.body_bytes)
+        self._rate_limiter.add_request(row.tenant, row.body_bytes)
         return request
 
     def note_answered(self, request: Request) -> None:
         """Count a request as answered. It stays in `active` until its answer is on disk."""
         self.release_operation(request)
-        self._limits.remove_request(request.row.tenant, request.row.body_bytes)
+        self._rate_limiter.remove_request(request.row.tenant, request.row.body_bytes)
 
     def remove(self, request: Request) -> None:
         """Remove a request whose answer is on disk."""
@@ -168,7 +168,7 @@ class _TenantUsage:
     """The time of the clock at which `token_budget` was last updated."""
 
 
-class TenantLimits:
+class TenantRateLimiter:
     """Limits the unanswered requests, their bytes, and the tokens per minute of each tenant."""
 
     def __init__(

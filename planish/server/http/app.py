@@ -3,7 +3,8 @@
     context               one request: key, body, errors
     routes_sessions       client settings, sessions, telemetry, search
     routes_training       creating, training, saving and loading models
-    routes_sampling       samplers, samples, and the results of all requests
+    routes_sampling       samplers and samples
+    routes_results        the results of all requests
     routes_checkpoints    training runs, checkpoints, tokenizers
     routes_traces         timelines of sessions for Perfetto
     downloads             the files of checkpoints
@@ -35,6 +36,7 @@ from planish.errors import PlanishError
 from planish.server.http import (
     downloads,
     routes_checkpoints,
+    routes_results,
     routes_sampling,
     routes_sessions,
     routes_traces,
@@ -53,6 +55,7 @@ _ROUTE_MODULES = (
     routes_training,
     routes_sampling,
     routes_checkpoints,
+    routes_results,
     routes_traces,
     downloads,
 )

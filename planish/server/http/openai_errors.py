@@ -9,8 +9,8 @@ from typing import Any
 from starlette.responses import Response
 
 from planish.errors import UserError
+from planish.server.http.compatible_routes import Api
 from planish.server.http.context import json_response, status_and_message
-from planish.server.http.v1 import Api
 from planish.server.results import NotFound, client_error, retry_headers, status_of
 
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -1,4 +1,4 @@
-"""Endpoints for samplers, for samples, and for the results of all requests.
+"""Endpoints for samplers and for samples.
 
 The SDK sends one sample request per HTTP request (/asample). planish's own client sends many in one
 HTTP request:
@@ -12,10 +12,6 @@ HTTP request:
 Each request of a batch is treated like a single one: it is journaled, waits for its tenant's turn,
 and is identified by its sampler and number. So if the connection breaks, the client can send the
 same batch again, and nothing is sampled twice.
-
-A poll for a result is held open until the result exists, but at most for `poll_seconds`. Then the
-server answers with status 408, and the SDK polls again at once without a log line. With status 200
-and the same body, the SDK would log a warning for its user.
 """
 
 from __future__ import annotations
@@ -25,19 +21,15 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-import orjson
 from starlette.responses import Response, StreamingResponse
 
 from planish.errors import PlanishError, UserError
-from planish.server.durable.checkpoints import shown_path
 from planish.server.http.budgets import MAX_SAMPLE_BODY
 from planish.server.http.context import (
-    Answer,
     Json,
     RequestContext,
     body_endpoint,
     endpoint,
-    json_response,
 )
 from planish.server.http.routes_training import accepted_to_json
 from planish.server.results import (
@@ -45,7 +37,6 @@ from planish.server.results import (
     Done,
     Failed,
     NotFound,
-    Outcome,
     ServerError,
     TryAgain,
     client_error,
@@ -55,18 +46,14 @@ from planish.server.results import (
 from planish.wire.client_errors import ERROR_CLASS, error_class_name
 from planish.wire.client_frames import MEDIA_TYPE, Frame
 from planish.wire.fields import Fields
-from planish.wire.messages import PROTOBUF
 from planish.wire.models import create_sampler_from_json
 from planish.wire.records import sampler_info_to_json
 from planish.wire.sampling import (
     SampleRequest,
     sample_request_from_json,
-    sample_response_from_message,
-    sample_response_to_json,
     target_count,
 )
 from planish.wire.tensors import check_dense_elements
-from planish.wire.training import output_from_message, output_to_json
 
 _log = logging.getLogger("planish.server")
 
@@ -242,56 +229,6 @@ def _rejected_header(index: int, error: Exception) -> Mapping[str, Any]:
     }
 
 
-async def retrieve_future(context: RequestContext) -> Answer:
-    """Answer with the result of a request."""
-    async with context.fields() as fields:
-        request_id = fields.identifier("request_id")
-    match await _wait_for_outcome(context, request_id):
-        case Done() as done:
-            return await context.compute(
-                len(done.content), lambda: _result_response(done, context.accepts_protobuf)
-            )
-        case Failed(message, category, error_class):
-            return {"error": message, "category": category, ERROR_CLASS: error_class}
-        case TryAgain():
-            return json_response(
-                {"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408
-            )
-
-
-async def _wait_for_outcome(context: RequestContext, request_id: str) -> Outcome:
-    """Return the answer of a request. Return TryAgain if the request has no answer after
-    `poll_seconds`, or when a stopping server has finished its work.
-    """
-    waiting = context.server.settlement.outcome(
-        context.tenant, request_id, context.state.settings.poll_seconds
-    )
-    return await context.cancelled_by(context.state.ending, waiting) or TryAgain()
-
-
-def _result_response(done: Done, accepts_protobuf: bool) -> Response:
-    if done.media == "json":
-        return Response(_with_shown_path(done), media_type="application/json")
-    if accepts_protobuf:
-        return Response(done.content, media_type=PROTOBUF)
-    if done.kind == "sample":
-        return json_response(sample_response_to_json(sample_response_from_message(done.content)))
-    return json_response(output_to_json(output_from_message(done.content)))
-
-
-def _with_shown_path(done: Done) -> bytes:
-    """Return the content of a result as clients expect it. External weights are stored as a sampler
-    checkpoint, so the result of saving them needs another type and path.
-    """
-    if done.kind != "save_weights_for_sampler":
-        return done.content
-    fields = orjson.loads(done.content)
-    path = fields.get("path")
-    if path is None or shown_path(path) == path:
-        return done.content
-    return orjson.dumps({**fields, "type": "save_weights_external", "path": shown_path(path)})
-
-
 async def cancel_future(context: RequestContext) -> None:
     """Cancel a sample request."""
     async with context.fields() as fields:
@@ -303,7 +240,6 @@ ROUTES = [
     endpoint("/create_sampling_session", create_sampling_session),
     endpoint("/samplers/{sampler_id}", sampler, "GET"),
     body_endpoint("/asample", MAX_SAMPLE_BODY, _sample_request, asample),
-    endpoint("/retrieve_future", retrieve_future),
     endpoint("/cancel_future", cancel_future),
 ]
 PLANISH_ROUTES = [endpoint("/planish/draw", sample_batch), endpoint("/planish/release", release)]

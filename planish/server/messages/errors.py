@@ -10,9 +10,9 @@ from typing import Any
 from starlette.responses import Response
 
 from planish.errors import ContextLengthError
+from planish.server.http.compatible_routes import Api
 from planish.server.http.context import json_response, status_and_message
 from planish.server.http.openai_errors import WrongParameterError
-from planish.server.http.v1 import Api
 from planish.server.results import client_error, retry_headers, status_of
 
 _UNAVAILABLE, _OVERLOADED = 503, 529

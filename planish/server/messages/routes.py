@@ -20,9 +20,9 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from planish.errors import UserError
+from planish.server.http.compatible_routes import authenticated, post_route
 from planish.server.http.context import Answer, Json, RequestContext
 from planish.server.http.openai_errors import WrongParameterError
-from planish.server.http.v1 import authenticated, post_route
 from planish.server.messages.answers import PING_EVENT, MessageStreamWriter, message_body
 from planish.server.messages.conversation import Conversation, translate
 from planish.server.messages.errors import ANTHROPIC_API, error_response

@@ -45,7 +45,7 @@ class LostRequests:
 
     def check(self, request: Request) -> None:
         """Raise Abandoned for a request that was lost too often, and may be the cause."""
-        if request.num_losses >= _MAX_LOSSES:
+        if request.num_lost_replicas >= _MAX_LOSSES:
             raise Abandoned(
                 f"{request.id} is not run again: {_MAX_LOSSES} replicas were lost while they ran "
                 "it. Send less data in one request, or ask the server's operator for more memory"
@@ -79,7 +79,7 @@ class LostRequests:
             {row.seq: items[row.seq] if row.is_unanswered else row for row in taken}
         )
         if isinstance(first, Request):
-            first.num_losses += 1
+            first.num_lost_replicas += 1
         _log.warning(
             "the replica of %s was lost; the model is restored on another one, and runs %d "
             "requests again",

@@ -23,12 +23,12 @@ from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow
 from planish.server.durable.request_log import RequestLog
 from planish.server.durable.retries import retry_until_memory_suffices
-from planish.server.models import steps
+from planish.server.models import submission
 from planish.server.models.adapter import ModelAdapter
 from planish.server.models.lost_requests import LostRequests
 from planish.server.models.request_queue import InFlight, QueueItem, Worker
 from planish.server.models.step_metrics import StepMetrics
-from planish.server.models.steps import Steps, SubmittedRequest
+from planish.server.models.submission import RequestSubmitter, SubmittedRequest
 from planish.server.request import (
     Request,
     SettledState,
@@ -70,7 +70,7 @@ class ModelActor:
         request_log: RequestLog,
         cache: AdapterCache,
         turns: Turns,
-        steps: Steps,
+        submitter: RequestSubmitter,
         settlement: Settlement,
         forget: Callable[[str], object],
     ) -> None:
@@ -84,7 +84,7 @@ class ModelActor:
         )
         self._step_metrics = StepMetrics(adapter.id)
         self._request_log, self._cache, self._forget = request_log, cache, forget
-        self._turns, self._steps, self._settlement = turns, steps, settlement
+        self._turns, self._submitter, self._settlement = turns, submitter, settlement
         self._lost = LostRequests(adapter, turns, request_log)
 
     @property
@@ -203,7 +203,7 @@ class ModelActor:
         """Give a request to the engine when it has its turn. Some operations, such as create and
         load, have completed when this returns.
         """
-        if request.num_losses:
+        if request.num_lost_replicas:
             self._lost.check(request)
         operation = request.operation or await self._request_log.operation(request)
         if isinstance(operation, ForwardBackward | OptimStep):
@@ -215,7 +215,7 @@ class ModelActor:
                 await self._submit_load(request, operation)
             case SaveWeights() | SaveWeightsForSampler():
                 await self.in_flight.wait_until_idle()
-                submitted, lock = await self._steps.submit_save(request, operation)
+                submitted, lock = await self._submitter.submit_save(request, operation)
                 self._answer_when_done(submitted).add_done_callback(lambda _: lock.release())
             case PublishSampler():
                 await self._submit_publication(request, operation)
@@ -228,7 +228,7 @@ class ModelActor:
         tokens_ahead = sum(earlier.num_input_tokens for earlier in self.in_flight.running.values())
         slot = await self._turns.take(request, 1, tokens_ahead)
         try:
-            submitted = await self._steps.submit_training(request, operation)
+            submitted = await self._submitter.submit_training(request, operation)
         except BaseException:
             slot.release()
             raise
@@ -240,11 +240,11 @@ class ModelActor:
     async def _submit_load(self, request: Request, operation: CreateModel | LoadWeights) -> None:
         """Create the model, or load a checkpoint into it, while no other request runs."""
         await self.in_flight.wait_until_idle()
-        source = steps.loaded_checkpoint(operation)
+        source = submission.loaded_checkpoint(operation)
         if source is not None:
             copy_path = private_copy_path(self.id, request.seq, source)
             self.adapter.private_checkpoints.paths.add(copy_path)
-        submitted = await self._steps.submit_load(request, operation)
+        submitted = await self._submitter.submit_load(request, operation)
         if isinstance(operation, CreateModel):
             arch = submitted.future.result().model_data.arch
             self.adapter.row = replace(self.row, arch=arch)
@@ -254,7 +254,7 @@ class ModelActor:
             self.adapter.state.has_gradient = False
 
     async def _submit_publication(self, request: Request, operation: PublishSampler) -> None:
-        submitted_at = self._steps.clock.now()
+        submitted_at = self._submitter.clock.now()
         future, sampler = await self.adapter.publications.publish(request.seq, operation)
         mark_ready = partial(self.adapter.publications.note_published, sampler)
         submitted = SubmittedRequest(request, operation, future, submitted_at, mark_ready)
@@ -274,7 +274,7 @@ class ModelActor:
         try:
             result = await submitted.future
             answer: Done | Failed = await retry_until_memory_suffices(
-                lambda: steps.encode_result(submitted.operation, result), request.id
+                lambda: submission.encode_result(submitted.operation, result), request.id
             )
             if submitted.make_transaction_hook is not None:
                 transaction_hook = await retry_until_memory_suffices(
@@ -291,7 +291,7 @@ class ModelActor:
             return
         except Exception as error:
             answer = failed_from_error(error)
-        seconds = self._steps.clock.charge(submitted.submitted_at)
+        seconds = self._submitter.clock.charge(submitted.submitted_at)
         self.adapter.state.add_cost(submitted.operation, seconds, request.row.body_bytes)
         await self.in_flight.wait_for_earlier(request.seq)
         if self._lost.precede(request.seq):

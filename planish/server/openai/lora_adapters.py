@@ -23,13 +23,13 @@ from starlette.routing import Route
 
 from planish.engine.checkpoints.files import ADAPTER_CONFIG_FILE
 from planish.server.http.budgets import MAX_SMALL_BODY
+from planish.server.http.compatible_routes import authenticated
 from planish.server.http.context import RequestContext
 from planish.server.http.openai_errors import (
     OPENAI_API,
     ModelNotFoundError,
     WrongParameterError,
 )
-from planish.server.http.v1 import authenticated
 from planish.server.openai.adapter_requests import (
     LOAD_PATH,
     UNLOAD_PATH,

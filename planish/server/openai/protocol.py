@@ -18,9 +18,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from planish.errors import ContextLengthError, UserError
+from planish.server.http.compatible_routes import ClientGoneError
 from planish.server.http.context import RequestContext
 from planish.server.http.openai_errors import WrongParameterError, openai_error_body
-from planish.server.http.v1 import ClientGoneError
 from planish.server.openai.constraints import error_for_client
 from planish.server.openai.models import OpenAIModels, ServedModel
 from planish.server.openai.requests import GenerationRequest

@@ -23,9 +23,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from planish.server.http.compatible_routes import authenticated, post_route
 from planish.server.http.context import Answer, Json, RequestContext, json_response
 from planish.server.http.openai_errors import OPENAI_API, make_openai_error_body
-from planish.server.http.v1 import authenticated, post_route
 from planish.server.messages import routes as messages_routes
 from planish.server.openai.chat import chat_completions
 from planish.server.openai.completions import completions

@@ -59,7 +59,7 @@ def loaded_checkpoint(operation: CreateModel | LoadWeights) -> str | None:
 
 
 @dataclass(frozen=True)
-class Steps:
+class RequestSubmitter:
     """Gives the requests of models to the engine."""
 
     _engine: EngineClient
