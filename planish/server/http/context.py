@@ -404,7 +404,9 @@ def body_endpoint(
     """
 
     async def handle(context: RequestContext) -> Answer:
-        chosen = (context.is_protobuf and decode_protobuf) or decode
+        chosen = decode
+        if decode_protobuf is not None and context.is_protobuf:
+            chosen = decode_protobuf
         async with context.decoded_body(limit, chosen) as value:
             return await handler(context, value)
 
