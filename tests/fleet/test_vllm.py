@@ -19,7 +19,7 @@ from planish.files import read_rows
 from planish.fleet.vllm.options import VllmSampler
 from planish.fleet.vllm.process import VllmProcess, free_port
 from planish.model.sources.resolve import DEFAULT_MODEL, resolve_model
-from planish.recipes import rl_basic
+from planish.recipes import shorter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -82,23 +82,20 @@ def test_a_recipe_runs_to_its_end_with_the_gap_in_its_metrics(tmp_path, monkeypa
     monkeypatch.setenv("PLANISH_VLLM_PYTHON", PYTHON)
     monkeypatch.setenv("PLANISH_VLLM_ARGUMENTS", " ".join(SERVER_ARGUMENTS))
     monkeypatch.setenv("PLANISH_DATA", str(tmp_path / "data"))
-    rows = [f'{{"question": "What is {n} + 2?", "answer": "#### {n + 2}"}}\n' for n in range(16)]
-    (tmp_path / "train.jsonl").write_text("".join(rows))
-    options = rl_basic.Options(
+    # Answers of one question differ in length, so each step has rewards to learn from.
+    options = shorter.Options(
         model_name=DEFAULT_MODEL,
-        dataset=str(tmp_path / "train.jsonl"),
         log_path=str(tmp_path / "run"),
         sampler="vllm",
         batch_size=4,
-        group_size=4,
-        max_tokens=16,
-        max_steps=3,
-        eval_problems=0,
-        remove_constant_reward_groups=False,
+        max_tokens=32,
+        max_steps=2,
+        test_size=0,
+        eval_every=0,
     )
-    rows = read_rows(rl_basic.main(options) / "metrics.jsonl")
+    rows = read_rows(shorter.main(options) / "metrics.jsonl")
     gaps = [row["optim/kl_sample_train_v2"] for row in rows if "optim/kl_sample_train_v2" in row]
-    assert len(gaps) == 3
+    assert len(gaps) == 2
     assert all(0 < gap < TOLERANCE for gap in gaps)
     assert not vllm_processes()
 
