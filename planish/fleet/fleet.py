@@ -70,7 +70,6 @@ class Fleet:
             start_link,
             num_replicas,
             self._describe_loss,
-            self._handle_loss,
             cluster_fault,
             drained,
             silent_seconds,
@@ -79,6 +78,8 @@ class Fleet:
         self._versions = SharedVersions(put, self.replicas, self._threads)
         self._models = FleetModels(self.replicas, self._versions)
         self._samplers = FleetSamplers(self.replicas, self._threads, self._versions.drop)
+        # A replica that was lost before had neither models nor samplers.
+        self.replicas.on_lost = self._handle_loss
         self._releases = ReleaseQueue(self)
 
     def submit(self, operation: Operation[R]) -> Future[R]:

@@ -33,7 +33,6 @@ class ReplicaSet:
         start_link: Callable[[], Link],
         num_replicas: int,
         describe_loss: Callable[[Operation[Any], ReplicaLostError], str],
-        on_lost: Callable[[Replica], None],
         cluster_fault: Callable[[], str | None] = lambda: None,
         drained: Collection[int] = (),
         silent_seconds: float = SILENT_SECONDS,
@@ -41,13 +40,14 @@ class ReplicaSet:
     ) -> None:
         """Start all replicas. `start_link` starts one process. See `Watch` for the two limits.
 
-        `describe_loss` returns the error message of an operation of a lost replica, and `on_lost`
-        is called before such operations fail. `cluster_fault` returns why the whole cluster is
-        lost, or None. The replicas with the numbers in `drained` are not started.
+        `describe_loss` returns the error message of an operation of a lost replica. `cluster_fault`
+        returns why the whole cluster is lost, or None. The replicas with the numbers in `drained`
+        are not started.
         """
         self._start_link = start_link
         self._describe_loss = describe_loss
-        self._on_lost = on_lost
+        self.on_lost: Callable[[Replica], None] = lambda replica: None
+        """Called with a lost replica before its operations fail."""
         self._cluster_fault = cluster_fault
         self.fault: str | None = None
         """Why all replicas are lost for good, if they are."""
@@ -212,7 +212,7 @@ class ReplicaSet:
         with self._changed:
             replica.num_lost_processes += not replica.is_draining
             self._changed.notify_all()
-        self._on_lost(replica)
+        self.on_lost(replica)
         threading.Thread(target=partial(self._replace, replica), daemon=True).start()
 
     def _replace(self, lost: Replica) -> None:

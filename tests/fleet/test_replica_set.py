@@ -11,6 +11,7 @@ import pytest
 
 from planish import EngineClosedError, UserError
 from planish.fleet.drained import read_drained, write_drained
+from planish.fleet.fleet import Fleet
 from planish.fleet.link import EngineStatus, ReplicaLostError
 from planish.fleet.ray_link import Machine
 from planish.fleet.replica import Replica
@@ -69,13 +70,7 @@ def replica_set() -> Iterator[Callable[..., ReplicaSet]]:
 
     def make(processes: Processes, count: int = 2, **arguments: Any) -> ReplicaSet:
         made.append(
-            ReplicaSet(
-                processes.start,
-                count,
-                lambda operation, error: str(error),
-                lambda replica: None,
-                **arguments,
-            )
+            ReplicaSet(processes.start, count, lambda operation, error: str(error), **arguments)
         )
         return made[-1]
 
@@ -171,6 +166,22 @@ def test_a_replica_that_is_lost_while_the_others_start_is_replaced(replica_set):
     replicas = replica_set(Processes(ended))
     wait_for(replicas, lambda: all(not replica.is_lost for replica in replicas.replicas))
     assert sum(replica.num_lost_processes for replica in replicas.replicas) == 1
+
+
+def test_a_replica_that_is_lost_while_a_fleet_starts_is_replaced():
+    links = [QuietLink(), QuietLink()]
+    links[0].kill()
+
+    def start() -> QuietLink:
+        link = links.pop(0) if links else QuietLink()
+        if not link.has_ended.is_set():
+            time.sleep(0.5)  # the loss of the other one is reported
+        return link
+
+    fleet = Fleet(start, 2)
+    wait_for(fleet.replicas, lambda: not fleet.replicas.is_starting)
+    assert [replica.state for replica in fleet.replicas.replicas] == ["running"] * 2
+    fleet.close(finish=False)
 
 
 def test_the_end_of_the_cluster_ends_all_replicas_for_good(replica_set):
