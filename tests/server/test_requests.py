@@ -22,7 +22,7 @@ from server_client import (
 
 from planish.server.durable import journal
 from planish.server.durable.checkpoints import CheckpointCatalog
-from planish.server.models import steps
+from planish.server.models import submission
 from planish.server.models.model import ModelActor
 from planish.server.models.replay import Replay
 from planish.server.request import Request, failed_from_error
@@ -141,14 +141,14 @@ async def test_the_answers_of_a_model_reach_the_disk_in_order(model_dir, data_di
     """A crash must not keep an optim_step and lose its gradient, which may fail when it runs
     again.
     """
-    encode = steps.encode_result
+    encode = submission.encode_result
 
     async def slow_encode(operation: Operation[Any], result: Any) -> Done:
         if isinstance(operation, ForwardBackward):
             await asyncio.sleep(0.2)
         return await encode(operation, result)
 
-    monkeypatch.setattr(steps, "encode_result", slow_encode)
+    monkeypatch.setattr(submission, "encode_result", slow_encode)
 
     async with running(model_dir, data_dir) as server:
         client = await Client.start(server)
