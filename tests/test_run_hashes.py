@@ -11,7 +11,7 @@ from planish.types import SampledSequence, SampleResponse
 
 def hash_of_sample(logprob: np.float32, directory):
     sequence = SampledSequence("stop", "id", np.array([3], np.int32), np.array([logprob]))
-    service, future = RecordingService(None), Future()
+    service, future = RecordingService(None), Future()  # pyright: ignore[reportArgumentType]
     future.set_result(SampleResponse([sequence]))
     service.futures.append(future)
     return hash_of(service, directory)

@@ -131,8 +131,9 @@ def recipe_options(directory: Path, model: str) -> dict[str, Any]:
 
 def run_recipe(name: str, directory: Path, model: str, client: ServiceClient) -> None:
     """Train with a recipe."""
-    options, rows = recipe_options(directory, model), {"dataset": str(directory)}
-    rl = {**rows, "group_size": 4, "max_tokens": 12}
+    options = recipe_options(directory, model)
+    rows: dict[str, Any] = {"dataset": str(directory)}
+    rl: dict[str, Any] = {**rows, "group_size": 4, "max_tokens": 12}
     match name:
         case "sl_loop":
             sl_loop.train(sl_loop.Config(**options, **rows), client)

@@ -155,7 +155,8 @@ def test_stop_strings(client, caplog):
     params = SamplingParams(max_tokens=12, temperature=0, stop=[])
     (sequence,) = sampler.sample(PROMPT, 1, params).result(WAIT).sequences
     decode = sampler.get_tokenizer().decode
-    string = decode(sequence.tokens[4:6])
+    # Most tokens of a random model are parts of characters.
+    string = next(text for text in map(decode, sequence.tokens) if text.isalnum())
     stop = SamplingParams(max_tokens=12, temperature=0, stop=[string, "never"])
     (stopped,) = sampler.sample(PROMPT, 1, stop).result(WAIT).sequences
     num_tokens = next(n for n in range(1, 12) if string in decode(sequence.tokens[:n]))
