@@ -1152,16 +1152,14 @@ def test_an_id_with_a_path_is_rejected(alice: Caller, run: str, checkpoint: str)
 
 
 @pytest.mark.slow
-def test_a_poll_waits_for_the_result(alice: Caller):
-    model = alice.model()
-    accepted = alice.forward_backward(model, 2)
-    threading.Timer(0.5, alice.forward_backward, (model, 1)).start()
-    began = time.monotonic()
-    answer = alice.post(
-        "/retrieve_future",
-        {"request_id": accepted["request_id"]},
-        headers={"accept": "application/x-protobuf"},
-    )
+def test_a_poll_waits_for_the_result(tmp_path: Path, model_directory: Path):
+    with client_of(tmp_path, model_directory, None, poll_seconds=60) as client:
+        caller = Caller(client, "tml-any-key")
+        model = caller.model()
+        poll = {"request_id": caller.forward_backward(model, 2)["request_id"]}
+        threading.Timer(0.5, caller.forward_backward, (model, 1)).start()
+        began, accept = time.monotonic(), {"accept": "application/x-protobuf"}
+        answer = caller.post("/retrieve_future", poll, headers=accept)
     assert output_from_message(answer.content).metrics["loss:sum"] > 0
     assert time.monotonic() - began > 0.3
 
