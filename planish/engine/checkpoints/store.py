@@ -135,8 +135,7 @@ class CheckpointStore:
         Raises CheckpointError if the name is taken. Raises StorageError if writing fails; partial
         files are removed then.
         """
-        new = _NewCheckpoint(request, self._directory_of(request.path), self.removes_expired)
-        new.create(lambda temporary: _write(temporary, request, adapter))
+        self._new(request).create(lambda temporary: _write(temporary, request, adapter))
 
     def copy(self, source: CheckpointPath, request: SaveRequest) -> None:
         """Copy the checkpoint `source` to the path, time to live and metadata of `request`.
@@ -154,8 +153,9 @@ class CheckpointStore:
             )
 
         def copy(manifest: Manifest) -> None:
-            new = _NewCheckpoint(request, self._directory_of(request.path), self.removes_expired)
-            new.create(lambda temporary: self._link(temporary, source, manifest, request))
+            self._new(request).create(
+                lambda temporary: self._link(temporary, source, manifest, request)
+            )
 
         self._retry_if_replaced(source, copy)
 
@@ -328,6 +328,9 @@ class CheckpointStore:
         """Raise DamagedFileError if the checkpoint was replaced since `manifest` was read."""
         if not _same_files(read_manifest(self._directory_of(path)), manifest):
             raise DamagedFileError(f"{path} was replaced while it was read; try again")
+
+    def _new(self, request: SaveRequest) -> _NewCheckpoint:
+        return _NewCheckpoint(request, self._directory_of(request.path), self.removes_expired)
 
     def _link(
         self, temporary: Path, source: CheckpointPath, manifest: Manifest, request: SaveRequest

@@ -29,6 +29,7 @@ from planish.engine.replication import (
 )
 from planish.engine.settings import EngineSettings
 from planish.errors import EngineClosedError, UserError
+from planish.fleet.futures import done_future
 from planish.fleet.remote_engine import unknown_id
 from planish.fleet.vllm.model import PublishedAdapter, VllmModel
 from planish.fleet.vllm.options import VllmSampler
@@ -141,8 +142,7 @@ class VllmEngine(Engine):
             self._vllm_model(self.sampler_info(operation.sampler_id).base_model)
             version: Future[AdapterVersion] | None = None
             if operation.model_path is not None:
-                version = Future()
-                version.set_result(
+                version = done_future(
                     self.preparation.read_checkpoint(operation.model_path, operation.base_model)
                 )
         except BaseException:

@@ -95,7 +95,9 @@ def trainable_linears(model: ModelConfig) -> dict[str, tuple[int, str]]:
 
 def is_mlp(model: ModelConfig, layer: int, name: str) -> bool:
     """Return whether a linear of a layer belongs to its MLP, else to its attention."""
-    return name.startswith("mlp") if model.hf is None else model.hf.linear(layer, name).is_mlp
+    if model.hf is not None:
+        return model.hf.linear(layer, name).is_mlp
+    return name.startswith("mlp")
 
 
 def distinct_fused_modules(model: ModelConfig) -> tuple[tuple[str, ...], ...]:
