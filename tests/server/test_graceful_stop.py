@@ -20,12 +20,13 @@ from server_process import BASE_MODEL, running_server
 pytestmark = pytest.mark.slow
 
 SHORT_STOP = "from planish.server.http import graceful_stop; graceful_stop.STOP_SECONDS = 8\n"
-# With one sequence per batch, a request of 100 samples takes minutes.
+# With one sequence per batch, 100 samples of full length take minutes.
 LONG_REQUEST = {
     "model": BASE_MODEL,
     "prompt": [1, 2, 3],
     "max_tokens": 1500,
     "n": 100,
+    "ignore_eos": True,
     "stop_token_ids": [],
 }
 WAIT = 60.0
