@@ -98,7 +98,7 @@ def test_functions_next_to_a_recipe_are_found(tmp_path):
 
 
 RULES = """
-import os, signal
+import os, signal, time
 from pathlib import Path
 
 # The check of a function gets the rewards 0 and 1, and a step gets others.
@@ -110,7 +110,10 @@ def failing(rewards):
 def interrupting(rewards):
     if rewards != [0.0, 1.0] and Path("interrupt").exists():
         Path("interrupt").unlink()
+        control_c = signal.getsignal(signal.SIGINT).__self__
         os.kill(os.getppid(), signal.SIGINT)
+        while control_c._receiver is not None:  # until the parent has passed the signal on
+            time.sleep(0.01)
     return rewards
 """
 

@@ -39,7 +39,7 @@ def http(tmp_path) -> Iterator[httpx2.Client]:
     actions = Actions(catalog)
     with (
         serving_app(create_app(Answers(catalog), actions, KEY)) as url,
-        httpx2.Client(base_url=url, timeout=60) as client,
+        httpx2.Client(base_url=url, timeout=150) as client,
     ):
         yield client
     actions.close()
@@ -78,7 +78,7 @@ def test_actions_need_the_key_of_the_address(http, tmp_path):
 
 def test_a_console_without_actions_has_no_such_address(tmp_path):
     app = create_app(Answers(Catalog([tmp_path])))
-    with serving_app(app) as url, httpx2.Client(base_url=url) as client:
+    with serving_app(app) as url, httpx2.Client(base_url=url, timeout=60) as client:
         assert client.get("/", params={"key": ""}).status_code == 200
         assert not client.get("/api/actions").json()["allowed"]
         assert act(client, "stop", run="a")[0] == 404
@@ -266,7 +266,7 @@ def test_the_command_prints_an_address_with_a_key(tmp_path):
             try:
                 line = process.stdout.readline()
                 assert ("?key=" in line) == has_key
-                assert httpx2.get(line.split()[2]).status_code in (200, 303)
+                assert httpx2.get(line.split()[2], timeout=60).status_code in (200, 303)
             finally:
                 process.terminate()
 

@@ -27,7 +27,7 @@ class Console:
     """A console on a socket, with a client."""
 
     def __init__(self, url: str) -> None:
-        self.http = httpx2.Client(base_url=url, timeout=30)
+        self.http = httpx2.Client(base_url=url, timeout=120)
 
     def get(self, path: str, **params) -> dict:
         response = self.http.get(f"/api/{path}", params=params)

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = playwright_api.expect
-expect.set_options(timeout=30_000)
+expect.set_options(timeout=60_000)
 PAGE = Path(__file__).parents[2] / "docs/guide/console.md"
 REWARD = "env/all/reward/total"
 

@@ -13,7 +13,7 @@ from planish.errors import UnjudgedAnswerError
 
 @pytest.fixture
 def grader():
-    grader = SharedGrader(timeout_seconds=30.0)
+    grader = SharedGrader(timeout_seconds=120.0)
     yield grader
     grader.close()
 
@@ -49,7 +49,8 @@ def test_the_event_loop_runs_while_an_answer_is_graded(grader):
     asyncio.run(grader.grade(r"\boxed{x}", "y"))  # the process starts
     grader._grader.timeout_seconds = 2.0
     endless, turns = asyncio.run(both())
-    assert turns > 20, "an idle machine makes 200 turns in the two seconds"
+    # A blocked loop makes one turn, and an idle machine 200 in the two seconds.
+    assert turns > 5
     with pytest.raises(GradingError):
         endless.result()
     assert issubclass(GradingError, UnjudgedAnswerError), "environments count it"

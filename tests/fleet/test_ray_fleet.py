@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,9 +151,10 @@ def test_a_killed_replica_and_a_stopped_one_that_returns_change_no_result(
 def wait_until_ended(pid: int) -> None:
     """Wait until a process has ended, or is a zombie."""
     deadline = time.monotonic() + WAIT
-    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while Path(f"/proc/{pid}/cmdline").read_bytes():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
 
 
 def test_the_loss_of_a_home_names_the_checkpoint_from_which_training_continues(

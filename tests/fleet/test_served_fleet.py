@@ -227,7 +227,7 @@ def test_the_command_lists_drains_and_adds_the_replicas_of_a_server(
         rows = fleet("status")
         assert [row["state"] for row in rows].count("running") == 1
         assert all(row["samples"] and row["device"] for row in rows)
-        page = httpx.get(f"{server.url}/metrics").text
+        page = httpx.get(f"{server.url}/metrics", timeout=WAIT).text
         for row in rows:
             up = float(row["state"] == "running")
             assert f'planish_replica_up{{replica="{row["replica"]}"}} {up}' in page

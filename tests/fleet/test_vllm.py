@@ -132,7 +132,7 @@ class Vllm:
             time.sleep(0.5)
 
     def adapters(self) -> set[str]:
-        models = httpx2.get(f"{self.url}/v1/models").json()["data"]
+        models = httpx2.get(f"{self.url}/v1/models", timeout=WAIT).json()["data"]
         return {model["id"] for model in models if model["id"].startswith("planish-")}
 
     def pids(self, name: str) -> list[int]:
@@ -201,7 +201,9 @@ def test_two_servers_of_which_one_forgets_hangs_dies_and_returns(two_servers, tm
         assert mean_gap(after, responses) > 2 * mean_gap(before, responses)
 
         # A server forgets the adapter.
-        unload = httpx2.post(f"{second.url}/v1/unload_lora_adapter", json={"lora_name": new})
+        unload = httpx2.post(
+            f"{second.url}/v1/unload_lora_adapter", json={"lora_name": new}, timeout=WAIT
+        )
         unload.raise_for_status()
         assert new not in second.adapters()
         assert 0 < mean_gap(after, sample(after, 4)) < TOLERANCE
@@ -212,7 +214,7 @@ def test_two_servers_of_which_one_forgets_hangs_dies_and_returns(two_servers, tm
         os.kill(engine, signal.SIGSTOP)
         assert 0 < mean_gap(after, sample(after, 4)) < TOLERANCE
         wait_until_used(client, first)
-        assert httpx2.get(f"{second.url}/health").status_code == 200
+        assert httpx2.get(f"{second.url}/health", timeout=WAIT).status_code == 200
         os.kill(engine, signal.SIGCONT)
         wait_until_used(client, first, second)
 

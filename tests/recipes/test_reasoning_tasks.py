@@ -33,7 +33,7 @@ gym = pytest.importorskip("reasoning_gym")
 def process():
     made = []
 
-    def start(name, timeout_seconds=5.0, **options):
+    def start(name, timeout_seconds=60.0, **options):
         made.append(TaskProcess(Task.of(name, options, seed=3), timeout_seconds))
         return made[-1]
 
@@ -78,7 +78,7 @@ def test_a_busy_machine_does_not_end_the_making_of_problems(process):
 @pytest.fixture(scope="module")
 def evaluating():
     """spiral_matrix calls eval on a response in brackets."""
-    ours = TaskProcess(Task.of("spiral_matrix", {}, 0), timeout_seconds=2.0)
+    ours = TaskProcess(Task.of("spiral_matrix", {}, 0), timeout_seconds=10.0)
     yield ours
     ours.close()
 

@@ -88,10 +88,7 @@ def stop_condition(renderer: Renderer, *stops: str) -> StopCondition:
 
 
 def streamed(
-    renderer: Renderer,
-    tokens: Sequence[int],
-    *stops: str,
-    options: ParseOptions | None = None,
+    renderer: Renderer, tokens: Sequence[int], *stops: str, options: ParseOptions | None = None
 ) -> tuple[list[Reading], Reading]:
     """Return the pieces of the stream, one per token and the rest, and the whole message."""
 

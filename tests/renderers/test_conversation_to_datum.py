@@ -80,9 +80,6 @@ def test_weights_of_wrong_length_or_sign_are_rejected():
         datum_from_weights(tokens, torch.tensor([0.0, 1.0, -1.0]))
     assert weights_of(
         datum_from_weights(tokens, torch.tensor([0.0, 1.0, -1.0]), reduction="none")
-    ).tolist() == [
-        1.0,
-        -1.0,
-    ]
+    ).tolist() == [1.0, -1.0]
     with pytest.raises(ValueError, match="no token with a weight"):
         datum_from_weights(tokens, torch.tensor([1.0, 0.0, 0.0]))

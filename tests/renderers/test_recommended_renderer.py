@@ -107,14 +107,7 @@ def test_known_model_names_have_a_renderer(name, renderer):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "zai-org/GLM-5.3",
-        "mistralai/Codestral-22B-v0.1",
-        "no/such/directory",
-        "",
-        "Qwen3",
-    ],
+    "name", ["zai-org/GLM-5.3", "mistralai/Codestral-22B-v0.1", "no/such/directory", "", "Qwen3"]
 )
 def test_an_unknown_model_name_lists_the_renderers(name):
     with pytest.raises(ValueError, match=r"role_colon, chatml, llama3, qwen3") as caught:

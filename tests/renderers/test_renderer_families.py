@@ -471,10 +471,7 @@ def thinking(name: str) -> dict[str, str]:
             "gpt_oss_medium_reasoning",
             {e: f"gpt_oss_{e}_reasoning" for e in ("low", "medium", "high")},
         ),
-        (
-            "gpt_oss_no_sysprompt",
-            {e: f"gpt_oss_{e}_reasoning" for e in ("low", "medium", "high")},
-        ),
+        ("gpt_oss_no_sysprompt", {e: f"gpt_oss_{e}_reasoning" for e in ("low", "medium", "high")}),
         (
             "qwen3_8_disable_thinking",
             {

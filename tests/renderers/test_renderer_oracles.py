@@ -55,10 +55,7 @@ TEMPLATES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron3_ultra": ("nemotron_3_5_lightning", {}),
     "nemotron3_ultra_disable_thinking": ("nemotron_3_ultra", {"enable_thinking": False}),
     "nemotron3_ultra_medium_thinking": ("nemotron_3_ultra", {"medium_effort": True}),
-    "nemotron3_ultra_preserve_thinking": (
-        "nemotron_3_ultra",
-        {"truncate_history_thinking": False},
-    ),
+    "nemotron3_ultra_preserve_thinking": ("nemotron_3_ultra", {"truncate_history_thinking": False}),
 }
 """A renderer's name -> the file in TRL and the options with which the template writes the same."""
 # The cookbook writes reasoning and tool results of qwen3_vl in another way than of qwen3.

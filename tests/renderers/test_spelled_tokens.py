@@ -42,10 +42,7 @@ def warned(tmp_path, caplog, monkeypatch):
 
 def config(model, renderer_name="qwen3_instruct"):
     return ChatDatasetBuilderCommonConfig(
-        model_name_for_tokenizer=model,
-        renderer_name=renderer_name,
-        max_length=None,
-        batch_size=1,
+        model_name_for_tokenizer=model, renderer_name=renderer_name, max_length=None, batch_size=1
     )
 
 

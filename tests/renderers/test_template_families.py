@@ -98,11 +98,7 @@ FAMILIES = {
         eos="<|end_of_text|>",
     ),
     "glm4moe": Family(
-        GLM,
-        ["<|user|>", "<|observation|>"],
-        "arg_key",
-        thinks=True,
-        eos="<|endoftext|>",
+        GLM, ["<|user|>", "<|observation|>"], "arg_key", thinks=True, eos="<|endoftext|>"
     ),
     "lfm2_v2": Family(
         [*CHATML, "<|tool_call_start|>", "<|tool_call_end|>", "<|tool_list_start|>"],
@@ -110,10 +106,7 @@ FAMILIES = {
         "python list",
     ),
     "llama3_1": Family(LLAMA, ["<|eot_id|>"], "bare json", texts_with_calls=False),
-    "cohere": Family(
-        COHERE,
-        ["<|END_OF_TURN_TOKEN|>"],
-    ),
+    "cohere": Family(COHERE, ["<|END_OF_TURN_TOKEN|>"]),
 }
 THINKING_2507 = template("qwen3").replace(
     "{{- '<|im_start|>assistant\\n' }}\n    {%- if enable",

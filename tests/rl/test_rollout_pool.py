@@ -19,18 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_fakes import (
-    Draws,
-    Duel,
-    Files,
-    Flaky,
-    Group,
-    Locked,
-    Plain,
-    Refusing,
-    Stuck,
-    bad,
-)
+from rollout_fakes import Draws, Duel, Files, Flaky, Group, Locked, Plain, Refusing, Stuck, bad
 
 from planish import logtree
 from planish.errors import EngineClosedError, UserError
@@ -86,7 +75,7 @@ SAME = {
     "smaller": (Group(plan=bad("flaky", at=2, again="flaky")), MinViableGroup(max_retries=0)),
     "dropped": (Group(plan=[["flaky"]] * 3), MinViableGroup()),
     "together": (Duel(plan=[["flaky", ""], ["hangs", ""]]), RetryOnFailure()),
-    "timed out": (Group(plan=bad("hangs")), RetryOnFailure(per_rollout_timeout=3.0)),
+    "timed out": (Group(plan=bad("hangs")), RetryOnFailure(per_rollout_timeout=10.0)),
 }
 
 
@@ -217,13 +206,13 @@ def test_base_exceptions_of_the_policy_leave_the_pool(runner, pool, tmp_path):
 
 def test_an_abandoned_policy_call_is_cancelled(play):
     policy = Stuck()
-    assert play(Group(), policy, MinViableGroup(per_rollout_timeout=1.0, max_retries=1)) is None
+    assert play(Group(), policy, MinViableGroup(per_rollout_timeout=5.0, max_retries=1)) is None
     assert policy.events.count("cancelled") == policy.calls >= 4
 
 
 def test_a_policy_call_can_be_cancelled_without_its_group(play):
     policy = Stuck(times=1)
-    play(Group(plan=[[""]]), policy, RetryOnFailure(per_rollout_timeout=3.0))
+    play(Group(plan=[[""]]), policy, RetryOnFailure(per_rollout_timeout=10.0))
     assert policy.events == ["call", "cancelled", "call", "call"]
 
 
@@ -400,7 +389,7 @@ def test_an_environment_that_blocks_its_process_has_failed_after_the_time_limit(
     play, tmp_path, what
 ):
     builder = Files(plan=bad(what), directory=str(tmp_path))
-    group = play(builder, Draws(), RetryOnFailure(per_rollout_timeout=1.0))
+    group = play(builder, Draws(), RetryOnFailure(per_rollout_timeout=10.0))
     (error,) = group.rollout_errors
     assert error.error_type == "ProcessDiedError"
     assert "an environment blocked it for longer than per_rollout_timeout" in error.error_message

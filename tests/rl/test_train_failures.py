@@ -225,13 +225,18 @@ def test_an_error_in_a_later_batch_lets_the_current_step_finish(service, tmp_pat
 
 def test_an_error_in_a_later_batch_lets_the_checkpoint_finish(service, tmp_path):
     """With staleness, a group may fail while another thread saves the state."""
-    saving, failed = threading.Event(), threading.Event()
+    saving, failed, loops = threading.Event(), threading.Event(), []
 
     async def fail_while_saving(number):
         if number == 4:
-            await asyncio.to_thread(saving.wait, 10)
+            await asyncio.to_thread(saving.wait, 60)
+            loops.append(asyncio.get_running_loop())
             failed.set()
             broken()
+
+    async def let_the_error_reach_the_loop():
+        for _ in range(100):
+            await asyncio.sleep(0)
 
     count = service.count
 
@@ -239,8 +244,9 @@ def test_an_error_in_a_later_batch_lets_the_checkpoint_finish(service, tmp_path)
         count(operation)
         if operation == "save_state":
             saving.set()
-            assert failed.wait(10)
-            threading.Event().wait(0.2)  # let the error reach the loop
+            assert failed.wait(60)
+            work = let_the_error_reach_the_loop()
+            asyncio.run_coroutine_threadsafe(work, loops[0]).result(60)
 
     service.count = slow_save
     builder = EventfulBuilder(happening=fail_while_saving)
@@ -521,11 +527,12 @@ async def tasks_left(work):
 
 def test_a_stopped_evaluation_leaves_no_running_tasks(service, tmp_path):
     """Ctrl-C during an evaluation cancels its groups, which have ended when the run ends."""
-    ended = []
-    press = AtGroup(1, interrupt_soon)
+    begun, ended = [], []
 
     async def wait_for_ever(number):
-        await press(number)
+        begun.append(number)
+        if len(begun) == 4:  # all of them
+            interrupt_soon()
         try:
             await asyncio.sleep(60)
         finally:

@@ -205,16 +205,18 @@ def test_errors_of_a_verifiers_environment_fail_the_rollout(kind, error, told, m
 
 
 def test_a_cancelled_verifiers_rollout_runs_its_cleanup(model):
-    from verifiers_environments import CLEANED
+    from verifiers_environments import CLEANED, WAITING
 
     group_of_slow = group_of(model, kind="slow", group_size=3)
     CLEANED.clear()
+    WAITING.clear()
 
     async def play_and_cancel() -> None:
         playing = asyncio.create_task(
             do_group_rollout(group_of_slow, Policy(model, lambda _: ["a", "b", "c"]))
         )
-        await asyncio.sleep(0.5)
+        while len(WAITING) < 3:
+            await asyncio.sleep(0.01)
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
@@ -225,7 +227,7 @@ def test_a_cancelled_verifiers_rollout_runs_its_cleanup(model):
 
 
 def test_the_time_limit_of_verifiers_ends_a_rollout(model):
-    group = group_of(model, kind="slow", group_size=1, timeout_seconds=0.3)
+    group = group_of(model, kind="slow", group_size=1, timeout_seconds=3.0)
     [trajectory] = play(group, Policy(model, lambda _: ["a", "b", "c"])).trajectories_G
     assert trajectory.stop_reason == "rollout_timeout"
 

@@ -8,6 +8,8 @@ from datasets import Dataset
 
 CLEANED: list[str] = []
 """The prompts of the rollouts whose cleanup ran."""
+WAITING: list[str] = []
+"""The prompts of the rollouts that wait for a slow environment."""
 
 
 def load_environment(
@@ -112,5 +114,6 @@ class Hungry(Countdown):
 
 class Slow(Countdown):
     async def env_response(self, messages: Any, state: Any, **_: Any) -> Any:
+        WAITING.append(state["prompt"][-1].content)
         await asyncio.sleep(60)
         return []

@@ -78,20 +78,23 @@ def test_a_block_that_raises_is_timed_too():
 
 
 async def test_spans_of_tasks_that_run_at_once_are_all_there():
-    spans = Spans()
+    clock, go_on = Clock(), asyncio.Event()
+    spans = Spans(clock=clock)
 
     async def rollout() -> None:
         with spans.measure("rollout"):
-            await asyncio.sleep(0.02)
+            await go_on.wait()
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(20):
             tasks.create_task(rollout())
+        await asyncio.sleep(0)  # all of them begin
+        clock.now += 2.0
+        go_on.set()
     metrics = spans.metrics()
     assert metrics["time/rollout:count"] == 20
-    assert (
-        metrics["time/rollout:total"] > metrics["time/total"] > metrics["time/rollout:max"] >= 0.019
-    )
+    assert (metrics["time/rollout:total"], metrics["time/rollout:max"]) == (40.0, 2.0)
+    assert metrics["time/total"] == 2.0
 
 
 def traced_run(directory, first_step, steps):

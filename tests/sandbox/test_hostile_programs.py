@@ -259,7 +259,7 @@ def test_a_fork_bomb_is_over_in_time(sandbox, processes):
         FORK_BOMB,
     )
     assert done.ending in (Ending.CPU_TIME, Ending.WALL_TIME)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50
 
 
 def test_processes_and_threads_are_counted(sandbox):
@@ -308,7 +308,7 @@ def test_daemons_end_with_their_program(sandbox, leave):
     done = run(sandbox(processes=6, memory_bytes=1024 * MIB), source, arguments=[mark])
     assert done.ending is Ending.EXITED
     assert b"done" in done.stdout
-    assert done.seconds < 10
+    assert done.seconds < 50
     assert processes_with(mark) == []
 
 
@@ -460,7 +460,7 @@ held = []
 try:
     while True: held.append(bytearray(1 << 20))
 except MemoryError:
-    time.sleep(1)  # in which the memory is sampled
+    time.sleep(4)  # in which the memory is sampled
     raise
 """
     done, most = peak(sandbox(memory_bytes=256 * MIB), source)
@@ -479,7 +479,7 @@ held = []
 try:
     while True: held.append(bytearray(1 << 20))
 except MemoryError:
-    time.sleep(1)
+    time.sleep(4)
 """
     done, most = peak(sandbox(processes=4, memory_bytes=512 * MIB), source)
     assert done.exit_code == 0

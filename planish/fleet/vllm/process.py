@@ -10,13 +10,13 @@ from pathlib import Path
 from planish.errors import UserError
 
 _SUPERVISOR = """
-import os, signal, subprocess, sys, threading
+import ctypes, os, signal, subprocess, sys, threading
+from contextlib import suppress
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become children
 child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
 def signal_group(number):
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(child.pid, number)
-    except ProcessLookupError:
-        pass
 def end():
     os.read(0, 1)
     signal_group(signal.SIGTERM)
@@ -27,6 +27,9 @@ def end():
 threading.Thread(target=end, daemon=True).start()
 status = child.wait()
 signal_group(signal.SIGKILL)
+with suppress(ChildProcessError):
+    while True:
+        os.waitpid(-child.pid, 0)  # a killed process still takes a moment to end
 os._exit(status if status >= 0 else 128 - status)
 """
 """Runs a command in a process group of its own, and ends the group when stdin is closed. The kernel
