@@ -16,7 +16,7 @@ pytestmark = [
 ]
 playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = playwright_api.expect
-expect.set_options(timeout=30_000)
+expect.set_options(timeout=60_000)
 # Answers of a random model are sampled without a seed, and may end before the limit.
 ENDING = re.compile(r"[1-8] tokens, ended: (length|stop)")
 NASTY = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"

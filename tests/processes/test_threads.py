@@ -174,7 +174,7 @@ def test_the_switch_interval_is_set_while_an_engine_runs(tmp_path):
     before = set(threading.enumerate())  # engines that other tests of this process left open
     engine = Engine(data_dir=tmp_path)
     [thread] = [one for one in set(threading.enumerate()) - before if one.name == "planish-engine"]
-    for _ in range(1000):
+    for _ in range(6000):
         if sys.getswitchinterval() < 1e-3:
             break
         thread.join(0.01)

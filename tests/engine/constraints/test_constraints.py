@@ -124,7 +124,7 @@ def tokens(n: int, seed: int = 0) -> list[int]:
 
 
 def ready(state: GrammarState) -> GrammarState:
-    wait_for_masks([state], 30, for_all=True)
+    wait_for_masks([state], 120, for_all=True)
     if state.error is not None:
         raise state.error
     return state
@@ -459,7 +459,7 @@ def test_a_grammar_that_explodes_fails_its_request_only(sampler, cache):
     assert [bits(future.result(timeout=0)) for future in futures] == expected
     with pytest.raises(UserError, match="too complex"):
         bad.result(timeout=0)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 100
 
 
 def test_a_slow_mask_delays_only_its_own_sample(sampler, cache, monkeypatch):
@@ -520,7 +520,7 @@ def test_grammars_that_compile_without_end_delay_nobody(model_dir, monkeypatch):
 
     def slow(self: GrammarCache, owner: str, constraint: Constraint, *rest: Any) -> Any:
         if constraint.text.startswith("slow"):
-            assert release.wait(30)
+            assert release.wait(120)
         return new_grammar(self, owner, constraint, *rest)
 
     monkeypatch.setattr(GrammarCache, "_new_grammar", slow)
@@ -531,11 +531,11 @@ def test_grammars_that_compile_without_end_delay_nobody(model_dir, monkeypatch):
     waiting = [cache.prepare(constraint, "first") for constraint in slow_ones]
     with pytest.raises(UserError, match=r"not compiled within 0\.05 s"):
         cache.check(Constraint("regex", "a"), "first")
-    monkeypatch.setattr(cache_module, "CHECK_TIMEOUT_SECONDS", 30)
+    monkeypatch.setattr(cache_module, "CHECK_TIMEOUT_SECONDS", 120)
     cache.check(Constraint("regex", "a"), "second")
     release.set()
     for future in waiting:
-        future.result(timeout=30)
+        future.result(timeout=120)
     cache.check(Constraint("regex", "a"), "first")
 
 
