@@ -280,7 +280,10 @@ def test_the_death_of_the_server_is_an_error(model_dir, adapter_dir, tmp_path):
 
 
 def test_closing_ends_the_processes_and_their_children(tmp_path):
-    command = ["sh", "-c", "sleep 1000 & echo $!; wait"]
+    # The kernel needs a moment to free the memory of a process that it ends.
+    program = "import os, time; x = bytearray(1 << 29); print(os.getpid(), flush=True); "
+    program += "time.sleep(1000)"
+    command = ["sh", "-c", f"{sys.executable} -c '{program}' & wait"]
     process = VllmProcess(command, os.environ, tmp_path / "log")
     pid = wait_for_pid(tmp_path / "log")
     assert process.status is None

@@ -12,7 +12,8 @@ from planish.errors import UserError
 _SUPERVISOR = """
 import ctypes, os, signal, subprocess, sys, threading
 from contextlib import suppress
-ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become children
+with suppress(AttributeError):  # elsewhere than on Linux
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become children
 child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
 def signal_group(number):
     with suppress(ProcessLookupError):
