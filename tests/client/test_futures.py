@@ -203,7 +203,7 @@ except KeyboardInterrupt:
 
 def test_ctrl_c_interrupts_a_wait_and_cancels_its_operation():
     waiter = subprocess.run(
-        [sys.executable, "-c", WAITER], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", WAITER], capture_output=True, text=True, timeout=170
     )
     assert (waiter.stdout, waiter.stderr) == ("interrupted True\n", "")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from server_process import free_port, wait_until
 from server_thread import BROKEN, LOST, Fault, ServerThread, serving
 from starlette.responses import Response
 
@@ -153,8 +154,9 @@ def test_a_request_told_to_retry_later_does_not_block_others(server, monkeypatch
 
 
 @pytest.mark.slow
-def test_results_are_equal_without_batched_sample_requests(server, undisturbed):
+def test_results_are_equal_without_batched_sample_requests(server, undisturbed, monkeypatch):
     """Other servers of the protocol lack batched requests."""
+    monkeypatch.setattr("planish.client.remote_samplers._BATCH_WINDOW_SECONDS", 0.5)
     missing = Response('{"detail": "Not Found"}', 404, media_type="application/json")
     with ServiceClient(base_url=server.url) as client:
         before = len(server.network.paths)
@@ -168,7 +170,7 @@ def test_results_are_equal_without_batched_sample_requests(server, undisturbed):
 @pytest.mark.slow
 def test_a_server_restart_only_delays_the_client(model_dir, tmp_path, undisturbed, impatient):
     models = {"tiny": model_dir}
-    with serving(tmp_path / "data", models) as first:
+    with serving(tmp_path / "data", models, port=free_port()) as first:
         client = ServiceClient(base_url=first.url)
         training_client = client.create_lora_training_client("tiny", rank=4, seed=1)
         training_client.forward_backward([datum()], "cross_entropy").result(WAIT)
@@ -226,7 +228,7 @@ def test_a_missing_server_is_reported(monkeypatch):
 
 @pytest.mark.slow
 def test_a_silent_server_is_reported(monkeypatch):
-    monkeypatch.setattr(remote_session, "_FIRST_CONTACT_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(remote_session, "_FIRST_CONTACT_TIMEOUT_SECONDS", 3.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(ServerUnreachableError, match="ReadTimeout.*planish serve"):
@@ -445,17 +447,15 @@ def test_the_environment_names_a_server(server, monkeypatch):
 
 def test_a_session_is_kept_alive_and_ended(server, monkeypatch):
     monkeypatch.setattr(remote_session, "_HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(remote_session, "_FINISH_TIMEOUT_SECONDS", WAIT)
     before = len(server.network.paths)
     failures = itertools.count()
     with ServiceClient(base_url=server.url) as client:
         # A few that fail change nothing.
         with failing(server, lambda path: LOST if next(failures) < 3 else None):
-            give_up = time.monotonic() + WAIT
-            while (
-                server.network.paths[before:].count("/api/v1/session_heartbeat") < 6
-                and time.monotonic() < give_up
-            ):
-                time.sleep(0.01)
+            wait_until(
+                lambda: server.network.paths[before:].count("/api/v1/session_heartbeat") >= 6
+            )
         assert client.create_sampling_client(base_model="tiny").get_base_model() == "tiny"
         service: Any = client._session.service
         session_id = service._session.session_id
@@ -499,12 +499,7 @@ def test_a_sampler_released_during_creation_is_freed(remote_client, server):
     made = service.submit(CreateSampler("s", "tiny"))
     service.submit(ReleaseSampler("s")).result(WAIT)
     made.result(WAIT)
-    give_up = time.monotonic() + WAIT
-    while (
-        "/api/v1/planish/release" not in server.network.paths[before:]
-        and time.monotonic() < give_up
-    ):
-        time.sleep(0.01)
+    wait_until(lambda: "/api/v1/planish/release" in server.network.paths[before:])
     asked = [path.removeprefix("/api/v1/") for path in server.network.paths[before:]]
     assert [path for path in asked if "sampl" in path or "release" in path] == [
         "create_sampling_session",
@@ -518,20 +513,10 @@ def test_a_cancelled_sample_is_cancelled_on_the_server(server):
         sampling_client = client.create_sampling_client(base_model="tiny")
         before = len(server.network.paths)
         pending = sampling_client.sample(PROMPT, 64, SamplingParams(max_tokens=1500, stop=[]))
-        give_up = time.monotonic() + WAIT
-        while (
-            "/api/v1/planish/draw" not in server.network.paths[before:]
-            and time.monotonic() < give_up
-        ):
-            time.sleep(0.005)
+        wait_until(lambda: "/api/v1/planish/draw" in server.network.paths[before:])
         time.sleep(0.05)
         assert pending.cancel()
-        while (
-            "/api/v1/cancel_future" not in server.network.paths[before:]
-            and time.monotonic() < give_up
-        ):
-            time.sleep(0.005)
-        assert "/api/v1/cancel_future" in server.network.paths[before:]
+        wait_until(lambda: "/api/v1/cancel_future" in server.network.paths[before:])
         assert (
             len(
                 sampling_client.sample(PROMPT, 1, SamplingParams(max_tokens=2))

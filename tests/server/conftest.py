@@ -1,7 +1,9 @@
+import time
 from pathlib import Path
 
 import pytest
 
+from planish.engine.engine_thread import EngineThread
 from planish.testing import tiny_model
 
 
@@ -13,3 +15,12 @@ def model_dir(tmp_path_factory) -> Path:
 @pytest.fixture
 def data_dir(tmp_path) -> Path:
     return tmp_path / "data"
+
+
+@pytest.fixture
+def slow_engine(monkeypatch) -> None:
+    """Let a sample of 1,500 tokens take seconds on a machine of any speed."""
+    run_turn = EngineThread._run_turn
+    monkeypatch.setattr(
+        EngineThread, "_run_turn", lambda engine: (time.sleep(0.005), run_turn(engine))
+    )

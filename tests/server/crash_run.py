@@ -30,10 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from crash_history import CrashClient, cancel_and_wait, run_concurrently, script
-from crash_server import CrashServer, Start, free_port
+from crash_server import CrashServer, Start
 from disk_shim import Shim, compiler
 from power_loss import LOSSES, Disk
 from server_client import record, state
+from server_process import free_port
 from wire_client import WireClient
 
 from planish.server.durable.crash_points import CRASH_POINTS

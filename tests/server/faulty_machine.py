@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 
 import orjson
 from crash_history import CrashClient, CrashModel, cancel_and_wait
-from crash_server import CrashServer, Start, free_port
+from crash_server import CrashServer, Start
 from disk_shim import Shim
 from power_loss import LOSSES, Disk
 from server_client import BASE, RANK
+from server_process import free_port
 from wire_client import WireClient
 
 from planish.server.durable.store import DATABASE

@@ -369,7 +369,7 @@ async def run_history(
         if faults:
             machine.lose_power()
             counts["power loss"] += 1
-        await machine.run(asyncio.wait_for(run_concurrently(*(p.check() for p in programs)), 60))
+        await machine.run(asyncio.wait_for(run_concurrently(*(p.check() for p in programs)), 170))
     except BaseException:
         kept = Path(tempfile.mkdtemp(prefix=f"planish-history-{seed}-"))
         shutil.copytree(directory, kept, dirs_exist_ok=True)

@@ -1,13 +1,15 @@
 """`planish serve` in a process of its own, on a tiny random model, for tests that use a socket."""
 
+import itertools
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -19,6 +21,28 @@ COMMAND = (
 BASE_MODEL = "planish/tiny-model"
 # Enough for compiling the kernels on a busy machine: tests that hide the cache need it.
 START_TIMEOUT = 300.0
+_ports = itertools.count(os.getpid() * 97)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait for up to five minutes, so that a busy machine fails no test."""
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline, "the condition is still false"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    """Return a port outside of the kernel's range (from 32768), which no other socket is given
+    before a server listens on it. Processes with consecutive numbers return different ports.
+    """
+    for number in _ports:
+        with (
+            suppress(OSError),
+            socket.create_server(("127.0.0.1", 20_000 + number % 12_000)) as one,
+        ):
+            return one.getsockname()[1]
+    raise AssertionError
 
 
 @dataclass
@@ -28,12 +52,26 @@ class ServerProcess:
     process: subprocess.Popen[str]
     url: str
     output: list[str] = field(default_factory=list)
-    """Lines that it has written."""
+    """Lines that it has written. A thread reads them, so a line may come late."""
 
-    def stop(self, sig: int = signal.SIGTERM, seconds: float = 60.0) -> int:
+    def __post_init__(self) -> None:
+        self._reader = Thread(target=_read_output, args=(self,), daemon=True)
+        self._reader.start()
+
+    def stop(self, sig: int = signal.SIGTERM) -> int:
         """Send a signal, wait for the end, and return the exit status."""
         self.process.send_signal(sig)
-        return self.process.wait(seconds)
+        return self.process.wait(240) if sig == signal.SIGKILL else self.wait()
+
+    def wait(self) -> int:
+        """Wait for the end and for the last line, and return the exit status."""
+        status = self.process.wait(240)
+        self._reader.join(60)  # a process that outlives the server may keep the pipe open
+        return status
+
+    def wait_for_line(self, text: str) -> None:
+        """Wait for a line with `text`."""
+        wait_until(lambda: any(text in line for line in self.output))
 
 
 def start_server(
@@ -46,30 +84,20 @@ def start_server(
     """Start a server for `model` on any free port, without access to a network. `prelude` is Python
     that the process runs first.
     """
-    model_option = f"{BASE_MODEL}={model}"
-    arguments: Sequence[str] = (
-        "--port",
-        "0",
-        "--data-dir",
-        str(data_dir),
-        "--model",
-        model_option,
-        *options,
-    )
+    arguments = ("--port", "0", "--data-dir", str(data_dir), "--model", f"{BASE_MODEL}={model}")
     process = subprocess.Popen(
-        [sys.executable, "-c", prelude + COMMAND, *arguments],
+        [sys.executable, "-c", prelude + COMMAND, *arguments, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(environment or {})},
     )
     server = ServerProcess(process, "")
-    Thread(target=_read_output, args=(server,), daemon=True).start()
     deadline = time.monotonic() + START_TIMEOUT
     while not server.url:
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
-            process.wait()
+            server.wait()
             raise RuntimeError("the server did not start:\n" + "\n".join(server.output))
         time.sleep(0.02)
     return server

@@ -24,8 +24,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import mean
 
-from crash_server import CrashServer, Start, free_port
+from crash_server import CrashServer, Start
 from server_client import BASE, RANK, adam, gradient, record, sample
+from server_process import free_port
 from wire_client import RetryingClient, WireClient
 
 from planish.server.results import Accepted, Done

@@ -119,6 +119,7 @@ def test_printable_text_is_kept():
 
 
 def test_a_flush_waits_for_the_queued_lines(monkeypatch):
+    monkeypatch.setattr(access.BackgroundHandler, "_STALL_SECONDS", 60.0)
     handler = access.BackgroundHandler(os.open(os.devnull, os.O_WRONLY))
     written: list[str] = []
 
@@ -143,3 +144,15 @@ def test_a_second_signal_flushes_the_log_before_it_ends_the_process(monkeypatch)
     server: Any = SimpleNamespace(should_exit=True, _loop=None)
     serve._UvicornServer.handle_exit(server, signal.SIGTERM, None)
     assert calls == ["flush", "end"]
+
+
+def test_running_out_of_file_descriptors_is_logged_once_a_minute():
+    stream = io.StringIO()
+    with logging_to(stream, "json"):
+        log = logging.getLogger("asyncio")
+        for _ in range(3):
+            log.error("socket.accept() out of system resource\nsocket: %s", 1)
+        log.error("something else")
+    first, second = (json.loads(line)["message"] for line in stream.getvalue().splitlines())
+    assert "LimitNOFILE" in first
+    assert second == "something else"

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from crash_history import CrashClient
-from crash_server import POISON, CrashServer, Start, free_port
+from crash_server import POISON, CrashServer, Start
 from server_client import adam, gradient, sample
+from server_process import free_port
 from wire_client import WireClient
 
 from planish.server.results import Done, Failed
@@ -22,7 +23,7 @@ from planish.server.settings import ServerSettings
 from planish.service import ForwardBackward, SaveWeights
 from planish.types import Datum, ModelInput
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 KEYS = {"tml-crash-one": "one", "tml-crash-two": "two"}
 MOST_ENDS = 5
@@ -72,7 +73,7 @@ async def served(
     wires = [WireClient(f"http://127.0.0.1:{machine.start.port}", key) for key in KEYS]
     running = asyncio.create_task(machine.run())
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(280):
             yield machine, [CrashClient(wire) for wire in wires]
         if running.done():
             running.result()
@@ -117,7 +118,6 @@ def both(
     return asyncio.run(scenario())
 
 
-@pytest.mark.timeout(240)
 def test_a_gradient_that_crashes_the_server_fails_and_everything_else_continues(
     model_dir, tmp_path
 ):
@@ -147,7 +147,6 @@ def test_a_gradient_that_crashes_the_server_fails_and_everything_else_continues(
     assert ends == MOST_ENDS
 
 
-@pytest.mark.timeout(240)
 def test_a_sample_that_crashes_the_server_fails_among_others(model_dir, tmp_path):
     async def attack(machine: Machine, client: CrashClient) -> None:
         await client.begin()
@@ -170,7 +169,6 @@ def test_a_sample_that_crashes_the_server_fails_among_others(model_dir, tmp_path
     assert MOST_ENDS <= ends <= MOST_ENDS + 1
 
 
-@pytest.mark.timeout(240)
 async def test_a_model_whose_replay_crashes_the_server_is_rejected_and_its_checkpoint_stays(
     model_dir, tmp_path
 ):

@@ -11,7 +11,7 @@ from disk_shim import compiler
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(compiler() is None, reason="needs a C compiler"),
 ]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_process import BASE_MODEL, running_server, start_server
+from server_process import BASE_MODEL, running_server, start_server, wait_until
 
 from planish.engine.engine import Engine
 from planish.engine.engine_thread import EngineThread
@@ -67,7 +67,7 @@ def test_an_engine_fault_ends_the_process_and_a_restart_answers_its_requests(
     prelude = f"import sys; sys.path.insert(0, {str(tmp_path / 'preload')!r}); import faulty; "
     server = start_server(data, model_dir, *options, environment=environment, prelude=prelude)
     try:
-        with httpx.Client(base_url=server.url, timeout=30) as http:
+        with httpx.Client(base_url=server.url, timeout=300) as http:
             session = post(http, "/create_session", {"tags": [], "sdk_version": "0.38.0"})
             sampler = post(
                 http,
@@ -78,6 +78,8 @@ def test_an_engine_fault_ends_the_process_and_a_restart_answers_its_requests(
                     "base_model": BASE_MODEL,
                 },
             )["sampling_session_id"]
+            # A load is no progress of the engine.
+            wait_until(lambda: http.get("/readyz").status_code == 200)
             fault.touch()
             request = post(
                 http,
@@ -90,7 +92,7 @@ def test_an_engine_fault_ends_the_process_and_a_restart_answers_its_requests(
                     "sampling_params": {"max_tokens": 8, "seed": 1, "stop": []},
                 },
             )["request_id"]
-            assert server.process.wait(60) == ENGINE_FAULT_STATUS
+            assert server.wait() == ENGINE_FAULT_STATUS
     finally:
         server.process.kill()
     assert any("engine failed" in line and logged in line for line in server.output)
@@ -160,10 +162,7 @@ def test_each_matmul_of_a_long_operation_is_progress(
             time.sleep(0.002)
         future.result()
         assert now > 0.5
-        give_up = time.monotonic() + 60
-        while "inbox" not in engine.thread_stack() and time.monotonic() < give_up:
-            time.sleep(0.01)
-        assert "inbox" in engine.thread_stack()
+        wait_until(lambda: "inbox" in engine.thread_stack())
         assert engine.progress() is None
     finally:
         is_watched = False

@@ -120,7 +120,7 @@ async def test_expired_checkpoints_are_deleted_from_a_full_disk(model_dir, data_
 
         monkeypatch.setattr("planish.server.durable.store.crash_point", refuse)
         await server.sessions.touch(TENANT, model.client.session_id)
-        await asyncio.wait_for(server.cleanup.clean(), 10)
+        await asyncio.wait_for(server.cleanup.clean(), 100)
         monkeypatch.undo()
         assert not any((weights / name).exists() for name in "ab")
 
@@ -137,7 +137,7 @@ async def test_a_server_can_stop_with_a_full_disk(model_dir, data_dir, monkeypat
     with monkeypatch.context() as full:
         full.setattr("planish.server.durable.store.crash_point", refuse)
         await server.sessions.touch(TENANT, client.session_id)
-        await asyncio.wait_for(server.stop(1), 10)
+        await asyncio.wait_for(server.stop(1), 100)
     async with running(model_dir, data_dir) as server:
         await server.sessions.touch(TENANT, client.session_id)
 
@@ -159,10 +159,10 @@ async def test_a_server_starts_and_serves_reads_on_a_full_disk(model_dir, data_d
     with monkeypatch.context() as full:
         full.setattr("planish.server.durable.store.crash_point", refuse)
         server = make_core(model_dir, data_dir)
-        await asyncio.wait_for(server.start(), 10)
+        await asyncio.wait_for(server.start(), 100)
         assert (await server.checkpoints.info(TENANT, path)).base_model
         assert isinstance(await client_of(server, client).answer(f"{model.model_id}:1"), Done)
-        await asyncio.wait_for(server.stop(1), 10)
+        await asyncio.wait_for(server.stop(1), 100)
 
 
 def client_of(server: Server, client: Client) -> Client:

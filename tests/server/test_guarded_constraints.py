@@ -8,16 +8,14 @@ import os
 import select
 import signal
 import sqlite3
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
-from crash_server import free_port
-from server_process import BASE_MODEL, ServerProcess, running_server
+from server_process import BASE_MODEL, ServerProcess, free_port, running_server, wait_until
 
 from planish import ModelInput, SampledSequence, SamplingParams, ServiceClient
 from planish.server.durable.store import DATABASE
@@ -91,13 +89,6 @@ def templates(server: ServerProcess) -> list[int]:
 
 def constraint_processes(server: ServerProcess) -> list[int]:
     return [pid for template in templates(server) for pid in children(template)]
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def suspects(directory: Path) -> list[tuple[str, int]]:

@@ -12,7 +12,7 @@ from wire_client import RequestRejected
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
 def test_a_history_with_faults_keeps_the_contract(model_dir, tmp_path):
     counts = asyncio.run(check_history(model_dir, tmp_path, seed=1, length=25, faults=20))
@@ -21,7 +21,7 @@ def test_a_history_with_faults_keeps_the_contract(model_dir, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
 def test_a_history_on_a_disk_that_ignores_syncs_breaks_the_contract(model_dir, tmp_path):
     with pytest.raises((AssertionError, RequestRejected)):

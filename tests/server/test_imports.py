@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from planish.server.uploads import MAX_TENANT_UPLOADS, Uploads
 BASE = "tiny/base"
 KEYS = {"tml-first": "first", "tml-second": "second", "tml-operator": "operator"}
 WAIT = 60.0
+put = partial(httpx.put, timeout=WAIT)
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def start(served: Served, **options: Any) -> dict[str, Any]:
 def send(served: Served, upload: dict[str, Any], directory: Path) -> None:
     for name, url in upload["urls"].items():
         file = directory / name
-        assert httpx.put(url, content=file.read_bytes(), timeout=WAIT).status_code == 200
+        assert put(url, content=file.read_bytes()).status_code == 200
 
 
 def test_an_adapter_is_imported_into_a_running_server(served: Served, capsys):
@@ -214,11 +216,11 @@ def test_uploads_belong_to_their_tenant_and_are_checked(served: Served):
         assert (answer.status_code, "was not uploaded" in answer.json()["detail"]) == (400, True)
         url = upload["urls"]["adapter_config.json"]
         secret = url.split("/")[-2]
-        assert httpx.put(url.replace(secret, "x" * len(secret)), content=b"{}").status_code == 404
+        assert put(url.replace(secret, "x" * len(secret)), content=b"{}").status_code == 404
         other = url.replace("adapter_config.json", "other.json")
-        assert httpx.put(other, content=b"{}").status_code == 404
-        assert httpx.put(url, content=b"x" * (5 << 20)).status_code == 400
-        assert httpx.put(url, content=iter([b"{}"])).status_code == 400, "without Content-Length"
+        assert put(other, content=b"{}").status_code == 404
+        assert put(url, content=b"x" * (5 << 20)).status_code == 400
+        assert put(url, content=iter([b"{}"])).status_code == 400, "without Content-Length"
         for files in (["adapter_config.json"], ["../x", "adapter_config.json"], [1]):
             body = {"base_model": BASE, "files": files}
             assert http.post("/planish/import_start", json=body).status_code == 400

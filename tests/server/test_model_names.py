@@ -100,5 +100,5 @@ def test_aliases_are_checked():
 
 
 def test_health_and_version_need_no_key(served: Served):
-    assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
-    assert set(httpx.get(f"{served.url}/version").json()) == {"version"}
+    assert httpx.get(f"{served.url}/health", timeout=60).json() == {"status": "ok"}
+    assert set(httpx.get(f"{served.url}/version", timeout=60).json()) == {"version"}

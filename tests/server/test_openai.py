@@ -18,6 +18,7 @@ import server_client
 import torch
 from scripted_server import BASE, CHAT, EFFORTS, HELLO, KEYS, THINKER, WAIT, Served, serving
 from server_client import TENANT, Client, running, sample
+from server_process import wait_until
 
 from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
 from planish.errors import UserError
@@ -1040,15 +1041,13 @@ def test_an_error_that_quotes_a_client_is_no_lack_of_memory(served, client):
 
 
 def wait_until_idle(served: Served) -> None:
-    give_up = time.monotonic() + WAIT
-    while not served.is_idle():
-        assert time.monotonic() < give_up, "the work goes on"
-        time.sleep(0.01)
+    wait_until(served.is_idle)
 
 
 def test_closing_a_stream_cancels_its_samples(served, client, caplog):
     before = served.server.counters.sampled_tokens.total()
-    stream = client.completions.create(model=BASE, prompt="x", max_tokens=1900, stream=True, n=32)
+    options = {"max_tokens": 1900, "n": 32, "extra_body": {"ignore_eos": True}}
+    stream = client.completions.create(model=BASE, prompt="x", stream=True, **options)
     next(iter(stream))
     assert not served.is_idle()
     stream.close()
@@ -1059,7 +1058,8 @@ def test_closing_a_stream_cancels_its_samples(served, client, caplog):
 
 def test_closing_the_connection_cancels_the_samples(served, client, caplog):
     before = served.server.counters.sampled_tokens.total()
-    body = json.dumps({"model": BASE, "prompt": "x", "max_tokens": 1900, "n": 32}).encode()
+    sent = {"model": BASE, "prompt": "x", "max_tokens": 1900, "n": 32, "ignore_eos": True}
+    body = json.dumps(sent).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer "
         f"tml-first\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -1067,10 +1067,7 @@ def test_closing_the_connection_cancels_the_samples(served, client, caplog):
     host, port = served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + body)
-        give_up = time.monotonic() + WAIT
-        while served.is_idle() and time.monotonic() < give_up:
-            time.sleep(0.005)
-        assert not served.is_idle()
+        wait_until(lambda: not served.is_idle())
     wait_until_idle(served)
     assert served.server.counters.sampled_tokens.total() - before < 32 * 1900
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []

@@ -2,7 +2,6 @@
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 from http_thread import serving_app
+from server_process import wait_until
 
 from planish.engine.constraints.cache import GrammarCache
 from planish.engine.constraints.worker import ProcessLimits
@@ -88,7 +88,7 @@ def multiples_of(number: int) -> dict[str, Any]:
 
 def test_a_constraint_that_takes_too_much_fails_its_requests_only(served):
     """llguidance would take gigabytes for each, in the server's process."""
-    served.set_limits(ProcessLimits(memory_bytes=16 << 20))
+    served.set_limits(ProcessLimits(memory_bytes=16 << 20, compile_seconds=600.0))
     numbers = [9999991, 9999973, 9999971, 9999943]
     with (
         served.client() as client,
@@ -187,10 +187,3 @@ def test_a_tool_has_a_name_of_letters_and_digits(served, name):
     assert caught.value.param == "tools"
     assert "tools[0].function.name=" in str(caught.value)
     assert "[a-zA-Z0-9_-]{1,64}" in str(caught.value)
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server_process import BASE_MODEL, ServerProcess, running_server
+from server_process import BASE_MODEL, ServerProcess, free_port, running_server
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 pytestmark = [
@@ -42,11 +42,6 @@ def documented_directives(port: int) -> str:
     return block[1].replace("127.0.0.1:8000", f"127.0.0.1:{port}")
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
 @dataclass(frozen=True)
 class Proxy:
     plain: int
@@ -59,27 +54,11 @@ class Proxy:
 def running_nginx(directory: Path, server: ServerProcess) -> Iterator[Proxy]:
     directory.mkdir()
     proxy = Proxy(free_port(), free_port())
-    subprocess.run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "rsa:2048",
-            "-nodes",
-            "-days",
-            "2",
-            "-subj",
-            "/CN=planish.example",
-            "-keyout",
-            "key.pem",
-            "-out",
-            "certificate.pem",
-        ],
-        cwd=directory,
-        check=True,
-        capture_output=True,
+    command = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=planish.example "
+        "-keyout key.pem -out certificate.pem"
     )
+    subprocess.run(command.split(), cwd=directory, check=True, capture_output=True)
     paths = "".join(
         f"{kind}_temp_path {directory}/{kind};\n"
         for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
@@ -99,7 +78,7 @@ def running_nginx(directory: Path, server: ServerProcess) -> Iterator[Proxy]:
         yield proxy
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        process.wait(60)
 
 
 def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
@@ -243,7 +222,7 @@ def test_a_client_at_another_address_can_download(
         sizes = run_script(FETCH, json.dumps(list(urls.values())), prefix=prefix)
         assert all(sizes.values())  # type: ignore[attr-defined]
     assert path != checkpoint
-    assert any(NAMESPACE_ADDRESSES[1] in line for line in served.output), "the client in the log"
+    served.wait_for_line(NAMESPACE_ADDRESSES[1])
 
 
 def test_our_own_client_uses_its_own_url(

@@ -111,7 +111,7 @@ async def test_the_snapshot_of_an_open_model_is_counted(model_dir, data_dir):
         model = await (await Client.start(server)).model()
         before = await stored(server)
         await model.step()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while await stored(server) == before:
                 await asyncio.sleep(0.01)
         await model.run(UnloadModel(model.model_id))

@@ -30,7 +30,7 @@ from planish.server.durable.store import Store, StoredBody
 from planish.server.results import Done, Failed, Gone, NotFound, TryAgain, Unavailable
 from planish.server.server import Server
 from planish.server.settings import ServerSettings
-from planish.service import CreateModel, ForwardBackward, LoadWeights, SaveWeights
+from planish.service import CreateModel, ForwardBackward, LoadWeights, Sample, SaveWeights
 from planish.types import Checkpoint, Datum, ModelInput
 
 SMALL = ServerSettings(adapter_memory_bytes=1, max_replay_seconds=0.01, max_replay_bytes=1000)
@@ -497,22 +497,25 @@ async def test_samples_are_answered_while_the_save_of_their_sampler_is_repeated(
     model_dir, data_dir, monkeypatch
 ):
     async with running(model_dir, data_dir, SMALL) as server:
-        steps_are_done, perform = asyncio.Event(), server.engine.perform
+        steps_are_done, are_sampled = asyncio.Event(), asyncio.Event()
+        perform = server.engine.perform
         sampler = await publish_unsaved_sampler(server, monkeypatch, steps_are_done, failures=1)
 
-        async def perform_slowly(operation):
-            if sampler.refused:
-                await asyncio.sleep(0.05)
+        async def perform_late(operation):
+            if sampler.refused and not isinstance(operation, Sample):
+                await are_sampled.wait()
             return await perform(operation)
 
-        monkeypatch.setattr(server.engine, "perform", perform_slowly)
+        monkeypatch.setattr(server.engine, "perform", perform_late)
         await sampler.model.step(1)
         steps_are_done.set()
         opened, seq = server.samplers.get(sampler.id), 0
         assert opened is not None
         while opened.row.source is None:
             seq += 1
-            assert await asyncio.wait_for(sampler.sample(seq), 30) == sampler.first
+            assert await asyncio.wait_for(sampler.sample(seq), 120) == sampler.first
+            if seq == 2:
+                are_sampled.set()
         assert sampler.refused
         assert seq > 1
 

@@ -281,7 +281,9 @@ async def test_ended_sessions_are_forgotten_after_a_week(model_dir, data_dir):
         assert [row[0] for row in left] == [new.session_id]
 
 
-async def test_requests_that_wait_for_a_closed_sampler_fail_and_leave_nothing(model_dir, data_dir):
+async def test_requests_that_wait_for_a_closed_sampler_fail_and_leave_nothing(
+    model_dir, data_dir, slow_engine
+):
     async with running(model_dir, data_dir, ServerSettings(sampling_slots=32)) as server:
         client = await Client.start(server)
         sampler = await client.sampler()

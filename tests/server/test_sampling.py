@@ -187,9 +187,9 @@ async def test_short_requests_of_one_tenant_do_not_wait_for_all_of_another(model
         long = await asyncio.gather(
             *(
                 server.sampling.submit(
-                    anna.tenant, seq, sample(samplers[0], n=2, max_tokens=60, stop=[])
+                    anna.tenant, seq, sample(samplers[0], n=2, max_tokens=300, stop=[])
                 )
-                for seq in range(24)
+                for seq in range(40)
             )
         )
         await ben.sample(samplers[1], 0, n=1, max_tokens=2)
@@ -197,7 +197,7 @@ async def test_short_requests_of_one_tenant_do_not_wait_for_all_of_another(model
         assert sum(isinstance(state, TryAgain) for state in states) >= 4
 
 
-async def test_a_sample_can_be_cancelled(model_dir, data_dir):
+async def test_a_sample_can_be_cancelled(model_dir, data_dir, slow_engine):
     async with running(model_dir, data_dir, ServerSettings(sampling_slots=32)) as server:
         client = await Client.start(server)
         sampler = await client.sampler()
@@ -305,12 +305,22 @@ async def test_a_sampler_closed_before_publication_is_not_in_memory(model_dir, d
         model = await client.model()
         await server.adapter_cache.unload_idle(0)
         sampler_id = client.new_sampler_id()
+        submit, begun, may_run = server.engine.submit, asyncio.Event(), asyncio.Event()
+
+        async def submit_late(operation: Operation[Any]) -> asyncio.Future[Any]:
+            if isinstance(operation, PublishSampler):
+                begun.set()
+                await may_run.wait()
+            return await submit(operation)
+
+        server.engine.submit = submit_late
         publishing = await model.submit(PublishSampler(model.model_id, sampler_id))
-        while 1 not in next(iter(server.models.open_models())).in_flight.running:
-            await asyncio.sleep(0)
+        await begun.wait()
         sampler = server.samplers.get(sampler_id)
         assert sampler is not None
         closing = asyncio.create_task(server.samplers.close(sampler, "it was released"))
+        await asyncio.sleep(0)
+        may_run.set()
         await client.answer(publishing)
         await closing
         assert [cached.id for cached in server.adapter_cache.loaded_adapters()] == [model.model_id]

@@ -11,7 +11,6 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from pathlib import Path
 import pytest
 from conformance.bench import NOT_APPLICABLE, REFUSED, WORKS, Outcome
 from conformance.probes import PROBES
-from server_process import BASE_MODEL, running_server
+from server_process import BASE_MODEL, free_port, running_server
 
 from planish.testing import tiny_model
 
@@ -76,12 +75,9 @@ class Serving:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, model: Path, hub: Path) -> Iterator[Serving]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    data = tmp_path_factory.mktemp("data") / "not" / "there" / "yet"
     with ExitStack() as stack:
-        serving = Serving(
-            tmp_path_factory.mktemp("data") / "not" / "there" / "yet", model, hub, port, stack
-        )
+        serving = Serving(data, model, hub, str(free_port()), stack)
         yield serving
         assert serving.process.stop() == 0
 
@@ -95,6 +91,13 @@ def environment(url: str, hub: Path | None = None) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
     }
     return found if hub is None else {**found, "HF_HOME": str(hub)}
+
+
+def run_script(
+    script: str, server: Serving, hub: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    command, variables = [sys.executable, "-c", script], environment(server.url, hub)
+    return subprocess.run(command, env=variables, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -191,10 +194,7 @@ import tinker
 sampler = tinker.ServiceClient().create_sampling_client(base_model={LLAMA!r}).result()
 print(sampler.get_tokenizer().encode("a"))
 """
-    found = environment(server.url, hub)
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=found, capture_output=True, text=True, check=False
-    )
+    done = run_script(script, server, hub)
     assert (done.returncode, done.stdout) == (0, "[97]\n"), done.stderr[-3000:]
 
 
@@ -217,13 +217,7 @@ print(json.loads(pyrage.decrypt(urlopen(urls["adapter_config.json.age"]).read(),
 rest.delete_checkpoint_from_tinker_path(path).result()
 """
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment(server.url),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_script(script, server)
     assert (done.returncode, done.stdout) == (0, "4\n"), done.stderr[-3000:]
 
 
@@ -240,12 +234,6 @@ pending = [client.sample(types.ModelInput.from_ints([1, 2, i % 200]), 1, params)
 assert all(len(future.result().sequences[0].tokens) in (1, 2) for future in pending)
 print(f"2000 samples in {time.monotonic() - began:.1f} s")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment(server.url),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_script(script, server)
     assert done.returncode == 0, done.stderr[-3000:]
     print(done.stdout)

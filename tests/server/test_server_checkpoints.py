@@ -69,7 +69,7 @@ async def test_a_checkpoint_can_be_described_kept_and_deleted(model_dir, data_di
         await server.checkpoints.set_ttl(TENANT, path, 7200)
         expires = (await server.checkpoints.info(TENANT, path)).checkpoint.expires_at
         assert expires is not None
-        assert abs(expires.timestamp() - time.time() - 7200) < 30
+        assert abs(expires.timestamp() - time.time() - 7200) < 300
         with pytest.raises(ValueError, match="ttl_seconds"):
             await server.checkpoints.set_ttl(TENANT, path, -1)
         await server.checkpoints.delete(TENANT, path)

@@ -29,7 +29,7 @@ def test_a_substitute_loss_is_computed_and_reported(tmp_path):
             prompt, params = ModelInput.from_ints([1]), SamplingParams(max_tokens=1)
             assert sampler.sample(prompt, 1, params).result().sequences
         page = urllib.request.urlopen(f"{server.url}/metrics").read().decode()
-        assert any("compute 'cispo' instead" in line for line in server.output)
+        server.wait_for_line("compute 'cispo' instead")
     assert asked == {**plain, TOLD: 1.0}
     assert 'planish_substituted_losses_total{computed="cispo",loss="stable_reinforce"} 1.0' in page
 

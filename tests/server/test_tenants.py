@@ -3,12 +3,15 @@ separate.
 """
 
 import asyncio
+import threading
+import time
 from collections import Counter
 
 import numpy as np
 import pytest
 from server_client import Client, adam, gradient, run, running, sample, submit_training
 
+from planish.engine.engine_thread import EngineThread
 from planish.server.results import Conflict, Failed, NotFound, Tenant, TooManyRequests
 from planish.server.settings import ServerSettings
 from planish.service import CreateModel, CreateSampler, ForwardBackward, LoadWeights, SaveWeights
@@ -193,15 +196,26 @@ def test_tokens_are_shared_evenly_although_long_requests_came_first(model_dir, d
 
 
 @pytest.mark.slow
-async def test_a_short_step_does_not_wait_for_long_requests_of_other_tenants(model_dir, data_dir):
+async def test_a_short_step_does_not_wait_for_long_requests_of_other_tenants(
+    model_dir, data_dir, monkeypatch
+):
     names = ("anna", "ben", "carla", "short")
+    may_run, run_turn = threading.Event(), EngineThread._run_turn
+    may_run.set()
 
-    async with running(model_dir, data_dir) as server:
+    def run_slowly(engine: EngineThread) -> None:
+        assert may_run.wait(100)
+        time.sleep(0.1)
+        run_turn(engine)
+
+    monkeypatch.setattr(EngineThread, "_run_turn", run_slowly)
+    async with running(model_dir, data_dir, micro_batch_tokens=500) as server:
         models = [await (await Client.start(server, Tenant(name))).model() for name in names]
         # without a common beginning
         rows = [np.roll(np.arange(500) % 256, first) for first in range(20)]
         inputs = {"target_tokens": rows[0], "weights": np.ones(500, np.float32)}
         data = [Datum(ModelInput.from_ints(row), inputs) for row in rows]
+        may_run.clear()
         under_way = []
         for model in models[:3]:
             under_way.append(
@@ -210,9 +224,11 @@ async def test_a_short_step_does_not_wait_for_long_requests_of_other_tenants(mod
             await model.submit(adam(model.model_id))
         while server.training_queue.used_slots < 3:
             await asyncio.sleep(0.005)
+        may_run.set()
         await models[3].step()
         answers = [server.request_log.active.get(request_id) for request_id in under_way]
         assert all(answer is not None and not answer.answer.done() for answer in answers)
+        monkeypatch.undo()
 
 
 class HalfTime(Counter[str]):

@@ -56,7 +56,7 @@ class Work:
             if self.running > MAX_TOKENIZED_BYTES // 2:
                 self.is_crowded.set()
         assert self.is_crowded.wait(60)
-        time.sleep(0.02)
+        time.sleep(0.1)  # longer than a thread is paused between its turn and the record
         with self.lock:
             self.running -= size
 

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import json
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
-from server_process import BASE_MODEL, ServerProcess, running_server
+from server_process import BASE_MODEL, ServerProcess, running_server, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -57,6 +56,8 @@ def server_with(directory: Path, model: Path, prelude: str) -> Iterator[ServerPr
             http.post("/v1/chat/completions", json=body).raise_for_status()
             # The server loads its default model too, which takes memory.
             wait_until(lambda: http.get("/readyz").status_code == 200)
+            sockets = num_sockets(server)
+        wait_until(lambda: num_sockets(server) < sockets)
         yield server
 
 
@@ -73,6 +74,11 @@ def unread_stream(server: ServerProcess) -> socket.socket:
     )
     client.sendall(head.encode() + _BODY)
     return client
+
+
+def wait_until_begun(streams: Sequence[socket.socket]) -> None:
+    """Wait until each stream has an event, which stays unread."""
+    wait_until(lambda: all(b"data: " in one.recv(4096, socket.MSG_PEEK) for one in streams))
 
 
 def read_rest(client: socket.socket) -> bytes:
@@ -110,13 +116,6 @@ def memory(server: ServerProcess, name: str) -> int:
     return int(status.partition(f"{name}:")[2].split()[0]) << 10
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def check_memory(server: ServerProcess, before: int) -> None:
     assert memory(server, "VmHWM") - before < MAX_GROWTH_BYTES
 
@@ -131,7 +130,7 @@ def test_streams_that_nobody_reads_stop_their_samples(model_dir: Path, tmp_path:
     with server_with(tmp_path, model_dir, prelude) as server, ExitStack() as clients:
         before = memory(server, "VmRSS")
         streams = [clients.enter_context(unread_stream(server)) for _ in range(NUM_STREAMS)]
-        wait_until(lambda: num_sequences(server) > 0)
+        wait_until_begun(streams)
         wait_until(lambda: num_sequences(server) == 0)
         check_memory(server, before)
         for stream in streams:
@@ -149,7 +148,7 @@ def test_connections_whose_streams_nobody_reads_are_closed(model_dir: Path, tmp_
     with server_with(tmp_path, model_dir, prelude) as server, ExitStack() as clients:
         before, sockets_before = memory(server, "VmRSS"), num_sockets(server)
         streams = [clients.enter_context(unread_stream(server)) for _ in range(NUM_STREAMS)]
-        wait_until(lambda: num_sockets(server) >= sockets_before + NUM_STREAMS)
+        wait_until_begun(streams)
         wait_until(lambda: num_sockets(server) <= sockets_before)
         wait_until(lambda: num_sequences(server) == 0)
         check_memory(server, before)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import httpx
 import pytest
 from scripted_server import BASE, CHAT, EFFORTS, HELLO, THINKER, WAIT
+from server_process import wait_until
 
 from planish.errors import UserError
 from planish.renderers import get_renderer
@@ -662,8 +662,5 @@ def test_closing_a_stream_cancels_its_sample(served, http):
     body = request(stream=True, max_tokens=1900, model=BASE)
     with http.stream("POST", MESSAGES, json=body) as response:
         assert "message_start" in next(response.iter_lines())
-    give_up = time.monotonic() + WAIT
-    while not served.is_idle() and time.monotonic() < give_up:
-        time.sleep(0.005)
-    assert served.is_idle()
+    wait_until(served.is_idle)
     assert served.server.counters.sampled_tokens.total() - before < 1900
