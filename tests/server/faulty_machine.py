@@ -36,7 +36,7 @@ from planish.types import LoraConfig
 R = TypeVar("R")
 
 TRIES = 8
-SECONDS = 180.0
+SECONDS = 400.0
 """The time for one script."""
 ENDS = {*range(1, 100), 127}
 """Statuses with which a server may end by itself, with an error in its log. A signal is not among

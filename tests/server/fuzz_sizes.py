@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,10 +156,14 @@ def fuzz(
             with tenant(server, WITNESS) as witness:
                 report.idle = _watched(server, witness, idle_seconds)
                 watch = _watch(server, witness)
-                # Clients are on other machines, so this one yields the cores to the server.
-                os.setpriority(os.PRIO_PROCESS, 0, 19)
+                # Clients are on other machines, so they yield the cores to the server. The priority is
+                # that of one thread, because programs that this thread starts later inherit its own.
+                yielding = ThreadPoolExecutor(1, "", os.setpriority, (os.PRIO_PROCESS, 0, 19))
                 try:
-                    _all_rounds(server, source, count, connections, seconds, report)
+                    with yielding as threads:
+                        threads.submit(
+                            _all_rounds, server, source, count, connections, seconds, report
+                        ).result()
                 finally:
                     report.busy = _stopped(watch)
             if server.process.poll() is None and (status := server.stop()) != 0:

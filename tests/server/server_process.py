@@ -19,6 +19,12 @@ COMMAND = (
     "serve.add_arguments(parser); sys.exit(serve.run(parser.parse_args()))"
 )
 BASE_MODEL = "planish/tiny-model"
+SLOW_ENGINE = """
+import time
+from planish.engine.engine_thread import EngineThread
+turn = EngineThread._run_turn
+EngineThread._run_turn = lambda thread: (time.sleep(0.003), turn(thread))
+"""
 # Enough for compiling the kernels on a busy machine: tests that hide the cache need it.
 START_TIMEOUT = 300.0
 _ports = itertools.count(os.getpid() * 97)

@@ -1157,8 +1157,8 @@ def test_a_poll_waits_for_the_result(tmp_path: Path, model_directory: Path):
         caller = Caller(client, "tml-any-key")
         model = caller.model()
         poll = {"request_id": caller.forward_backward(model, 2)["request_id"]}
-        threading.Timer(0.5, caller.forward_backward, (model, 1)).start()
         began, accept = time.monotonic(), {"accept": "application/x-protobuf"}
+        threading.Timer(0.5, caller.forward_backward, (model, 1)).start()
         answer = caller.post("/retrieve_future", poll, headers=accept)
     assert output_from_message(answer.content).metrics["loss:sum"] > 0
     assert time.monotonic() - began > 0.3

@@ -13,17 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
-from server_process import BASE_MODEL, running_server, wait_until
+from server_process import BASE_MODEL, SLOW_ENGINE, running_server, wait_until
 
 pytestmark = pytest.mark.slow
 
 SHORT_STOP = "from planish.server.http import graceful_stop; graceful_stop.STOP_SECONDS = 20\n"
-SLOW_ENGINE = """
-import time
-from planish.engine.engine_thread import EngineThread
-turn = EngineThread._run_turn
-EngineThread._run_turn = lambda thread: (time.sleep(0.003), turn(thread))
-"""
 # With one sequence per batch, 100 samples of full length take minutes on a machine of any speed.
 LONG_REQUEST = {
     "model": BASE_MODEL,

@@ -27,6 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_process import (
     BASE_MODEL,
     COMMAND,
+    SLOW_ENGINE,
     START_TIMEOUT,
     ServerProcess,
     free_port,
@@ -420,7 +421,9 @@ def test_a_signal_handler_logs_while_its_thread_logs():
 
 def test_a_second_signal_ends_the_server_at_once(tmp_path: Path, model_dir: Path):
     with (
-        running_server(tmp_path / "data", model_dir, "--max-batch", "1") as server,
+        running_server(
+            tmp_path / "data", model_dir, "--max-batch", "1", prelude=SLOW_ENGINE
+        ) as server,
         Caller(server.url) as caller,
     ):
         for number in range(20):
