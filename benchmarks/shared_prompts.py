@@ -58,7 +58,7 @@ def measure(options: Options, is_shared: bool) -> dict[str, float]:
                     ModelInput.from_ints(prompt),
                     1,
                     SamplingParams(max_tokens=options.new_tokens, stop=[], seed=0),
-                    cache_owner=f"tenant-{tenant}",
+                    owner=f"tenant-{tenant}",
                 )
                 start_time = time.perf_counter()
                 response = engine.submit(operation).result()

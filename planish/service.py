@@ -317,9 +317,11 @@ class Sample(Operation[SampleResponse]):
     """Lets the stop strings and stop tokens sleep at the start of each sample. A client of a server
     rejects this option.
     """
-    cache_owner: str = field(default="", repr=False, compare=False)
-    """Separates the caches of tenants: a request only uses cached prefixes and grammars of the same
-    owner. A server sets the name of the tenant; clients leave this empty.
+    owner: str = field(default="", repr=False, compare=False)
+    """Whose request this is. Owners take turns in admission and decoding. Reservations follow the
+    lengths of the owner's recent samples, and preemption begins with the owner that uses the most
+    memory. A request only uses cached prefixes and grammars of the same owner. A server sets the
+    name of the tenant; clients leave this empty.
     """
 
     @property

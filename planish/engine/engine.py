@@ -241,7 +241,7 @@ class Engine:
             if base_model is None
             else self._base_models.get(base_model)
         )
-        return base.grammars.prepare(constraint, operation.cache_owner)
+        return base.grammars.prepare(constraint, operation.owner)
 
     def load_base_model(self, name: str) -> str:
         """Load a base model, unless it is loaded, and return the fingerprint of its weights."""

@@ -65,7 +65,7 @@ class EngineSettings:
     max_batch: int | None = None
     """Maximum number of samples per sampler step."""
     share_prefix_cache: bool = False
-    """Whether requests of different owners (`Sample.cache_owner`) use each other's cached prefixes.
+    """Whether requests of different owners (`Sample.owner`) use each other's cached prefixes.
 
     Then the reported cache hits, and the time of a request, tell whether another owner has sent a
     prompt with the same beginning. So an owner can guess the prompts of others, chunk by chunk.

@@ -258,7 +258,7 @@ class FleetSamplers:
         assert source is not None
         max_tokens = 0 if op.prompt_only else (op.sampling_params.max_tokens or 0)
         weights = source.base_model if source.shared is None else source.shared.version.name
-        version = (weights, op.cache_owner)  # cached prefixes belong to an owner
+        version = (weights, op.owner)  # cached prefixes belong to an owner
         keys = prefix_keys(op.prompt)
         with self._lock:
             number, work = self._prefixes.choose(

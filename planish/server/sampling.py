@@ -79,7 +79,7 @@ class Sampling:
         """Raise ValueError if the request is invalid. The check needs only the base model, so the
         result is the same for all samplers of this base model.
         """
-        operation = replace(operation, cache_owner=tenant.name)
+        operation = replace(operation, owner=tenant.name)
         stop = operation.sampling_params.stop
         has_stop_strings = isinstance(stop, str) or any(
             isinstance(item, str) for item in stop or ()
@@ -253,7 +253,7 @@ class Sampling:
             counters.num_sample_requests += 1
             counters.sum_of_running_sequences += self._turns.num_used_slots
             response = await self._engine.perform(
-                replace(operation, on_token=on_token, cache_owner=tenant)
+                replace(operation, on_token=on_token, owner=tenant)
             )
         finally:  # a cancelled request is charged for the tokens sampled so far
             self._turns.charge(tenant, num_sampled)

@@ -6,8 +6,9 @@ protobuf and null in JSON. An undefined entry of the top tokens has token 0 and 
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -273,39 +274,26 @@ def _stop_from_json(fields: Fields) -> Any:
 
 
 def _params_to_json(params: SamplingParams) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-    }
-    # The SDK does not know most of these fields, so they are sent only where they are set.
+    # The SDK does not know most of the options, so they are sent only where they are set.
     defaults = SamplingParams()
-    fields |= {
-        name: value
-        for name in (
-            "max_tokens",
-            "seed",
-            "min_p",
-            "min_tokens",
-            "repetition_penalty",
-            "frequency_penalty",
-            "presence_penalty",
-        )
-        if (value := getattr(params, name)) != getattr(defaults, name)
+    return {
+        option.name: _option_to_json(value)
+        for option in dataclasses.fields(params)
+        if (value := getattr(params, option.name)) != getattr(defaults, option.name)
+        or option.name in ("temperature", "top_k", "top_p")
     }
-    if params.stop is not None:
-        fields["stop"] = params.stop if isinstance(params.stop, str) else list(params.stop)
-    if params.stop_token_ids:
-        fields["stop_token_ids"] = list(params.stop_token_ids)
-    if params.logit_bias:
-        fields["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
-    if params.allowed_token_ids:
-        fields["allowed_token_ids"] = list(params.allowed_token_ids)
-    if (constraint := params.constraint) is not None:
-        fields["constraint"] = {"kind": constraint.kind, "text": constraint.text} | (
-            {"choices": list(constraint.choices)} if constraint.choices else {}
-        )
-    return fields
+
+
+def _option_to_json(value: Any) -> Any:
+    match value:
+        case Constraint(kind, text, choices):
+            return {"kind": kind, "text": text} | ({"choices": list(choices)} if choices else {})
+        case Mapping():
+            return {str(key): number for key, number in value.items()}
+        case tuple():
+            return list(value)
+        case _:
+            return value
 
 
 def _optional_count(fields: Fields, name: str) -> int:

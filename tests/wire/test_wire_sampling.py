@@ -1,6 +1,7 @@
 """asample requests, compared with the SDK's own encoder and decoder."""
 
 import contextlib
+from dataclasses import fields
 
 import numpy as np
 import orjson
@@ -44,15 +45,14 @@ STOPS = st.one_of(
     st.lists(TOKENS, max_size=3),
     st.lists(STOP_STRINGS, max_size=3),
 )
-PARAMS = st.builds(
-    SamplingParams,
-    max_tokens=st.one_of(st.none(), st.integers(1, 10_000)),
-    seed=st.one_of(st.none(), st.integers(-(2**63), 2**64 - 1)),
-    stop=STOPS,
-    temperature=st.just(0.0) | st.floats(1e-30, 100),
-    top_k=st.one_of(st.just(-1), st.integers(1, 1000)),
-    top_p=st.floats(0, 1, exclude_min=True),
-)
+OPTIONS = {
+    "max_tokens": st.one_of(st.none(), st.integers(1, 10_000)),
+    "seed": st.one_of(st.none(), st.integers(-(2**63), 2**64 - 1)),
+    "stop": STOPS,
+    "temperature": st.just(0.0) | st.floats(1e-30, 100),
+    "top_k": st.one_of(st.just(-1), st.integers(1, 1000)),
+    "top_p": st.floats(0, 1, exclude_min=True),
+}
 COUNTS = st.integers(0, 30)
 REQUESTS = st.builds(
     SampleRequest,
@@ -62,7 +62,7 @@ REQUESTS = st.builds(
         sampler_id=st.just("s:sample:0"),
         prompt=MODEL_INPUTS,
         num_samples=st.integers(1, 64),
-        sampling_params=PARAMS,
+        sampling_params=st.builds(SamplingParams, **OPTIONS),
         prompt_logprobs=st.booleans(),
         topk_prompt_logprobs=COUNTS,
         topk_sample_logprobs=COUNTS,
@@ -122,24 +122,22 @@ CONSTRAINTS = st.one_of(
         choices=st.lists(st.text(min_size=1), min_size=1, max_size=3),
     ),
 )
-ADDED = st.fixed_dictionaries(
-    {
-        "min_p": st.floats(0, 1),
-        "stop_token_ids": st.lists(TOKENS, max_size=3),
-        "min_tokens": st.integers(0, 1),
-        "repetition_penalty": st.floats(0.01, 100),
-        "frequency_penalty": st.floats(-100, 100),
-        "presence_penalty": st.floats(-100, 100),
-        "logit_bias": st.dictionaries(TOKENS, st.floats(-100, 100), max_size=3),
-    }
-)
+ADDED = {
+    "min_p": st.floats(0, 1),
+    "stop_token_ids": st.lists(TOKENS, max_size=3),
+    "min_tokens": st.integers(0, 1),
+    "repetition_penalty": st.floats(0.01, 100),
+    "frequency_penalty": st.floats(-100, 100),
+    "presence_penalty": st.floats(-100, 100),
+    "logit_bias": st.dictionaries(TOKENS, st.floats(-100, 100), max_size=3),
+}
 RESTRICTIONS = st.one_of(
     st.fixed_dictionaries({"constraint": CONSTRAINTS}),
     st.fixed_dictionaries({"allowed_token_ids": st.lists(TOKENS, max_size=3)}),
 )
 
 
-@given(REQUESTS, st.booleans(), ADDED, RESTRICTIONS)
+@given(REQUESTS, st.booleans(), st.fixed_dictionaries(ADDED), RESTRICTIONS)
 def test_request_round_trip(request, prompt_only, added, restrictions):
     params = SamplingParams(**{**vars(request.operation.sampling_params), **added, **restrictions})
     operation = Sample(
@@ -149,6 +147,11 @@ def test_request_round_trip(request, prompt_only, added, restrictions):
     assert plain(
         sample_request_from_json(Fields.of(orjson.dumps(sample_request_to_json(request))))
     ) == plain(request)
+
+
+def test_the_round_trip_has_every_option():
+    drawn = {*OPTIONS, *ADDED, "constraint", "allowed_token_ids"}
+    assert drawn == {option.name for option in fields(SamplingParams)}
 
 
 def floats(count: int) -> np.ndarray:
@@ -238,37 +241,23 @@ def test_the_json_response_equals_the_protobuf_response(response):
     assert body.get("prompt_logprobs") == response.prompt_logprobs
 
 
+def with_targets(targets: TensorData) -> Fields:
+    prompt = ModelInput.from_ints([1, 2, 3, 4])
+    asked = Sample("s:sample:0", prompt, 1, SamplingParams(), target_prompt_logprobs=targets)
+    return Fields.of(orjson.dumps(sample_request_to_json(SampleRequest(0, asked))))
+
+
 def test_a_sparse_target_scores_only_listed_entries():
     sparse = TensorData(np.array([5, 7]), "int64", [3, 2], [0, 1, 1, 2], [0, 1])
-    request = SampleRequest(
-        0,
-        Sample(
-            "s:sample:0",
-            ModelInput.from_ints([1, 2, 3, 4]),
-            1,
-            SamplingParams(),
-            target_prompt_logprobs=sparse,
-        ),
-    )
-    read = sample_request_from_json(Fields.of(orjson.dumps(sample_request_to_json(request))))
+    read = sample_request_from_json(with_targets(sparse))
     assert read.operation.target_prompt_logprobs is not None
     assert read.operation.target_prompt_logprobs.tolist() == [[5, -1], [-1, -1], [-1, 7]]
 
 
 def test_the_dense_size_of_a_sparse_target_is_limited():
-    sparse = TensorData(np.zeros(0), "int64", [1, 1 << 23], [0, 0], [])
-    request = SampleRequest(
-        0,
-        Sample(
-            "s:sample:0",
-            ModelInput.from_ints([1, 2]),
-            1,
-            SamplingParams(),
-            target_prompt_logprobs=sparse,
-        ),
-    )
+    sparse = TensorData(np.zeros(0), "int64", [3, 1 << 21], [0, 0, 0, 0], [])
     with pytest.raises(UserError, match="target_prompt_logprobs"):
-        sample_request_from_json(Fields.of(orjson.dumps(sample_request_to_json(request))))
+        sample_request_from_json(with_targets(sparse))
 
 
 def test_a_response_with_too_few_sequences_is_rejected():

@@ -12,7 +12,8 @@ after that step.
 
 Samples whose logits are adjusted depend on their earlier tokens in the host's memory (masks,
 penalties, forced tokens), so a step with such samples is applied before the next one is planned.
-The same is true before samples are preempted, and before the first tokens of new samples.
+A step is also applied early before samples are preempted, before the first tokens of new samples,
+and before another model or sampler takes a turn (engine_thread.py).
 """
 
 import os
@@ -35,7 +36,7 @@ class _LaunchedStep:
     """A decoding step whose tokens are not appended yet."""
 
     samples: Sequence[RunningSample]
-    tokens: SelectedTokens
+    selected: SelectedTokens
     is_small: bool
     """Whether the step does not have all samples (see `DecodingTurns`)."""
     start_time: float
@@ -78,13 +79,13 @@ class DecodingSteps:
             self._slots,
             self._backend,
             self._runner.row_multiple,
-            None if self._launched is None else self._launched.tokens.as_pending(),
+            None if self._launched is None else self._launched.selected.as_pending(),
         )
-        tokens = self._selection.select(plan.sampled, self._runner.run(plan))
+        selected = self._selection.select(plan.sampled, self._runner.run(plan))
         ended_samples = self.finish()
         for sample in samples:
             sample.num_pending_tokens = 1
-        self._launched = _LaunchedStep(samples, tokens, is_small, start_time)
+        self._launched = _LaunchedStep(samples, selected, is_small, start_time)
         if not self.overlap or any(sample.request.is_adjusted for sample in samples):
             ended_samples += self.finish()
         if plan.recurrence is not None:
@@ -103,7 +104,7 @@ class DecodingSteps:
             return []
         for sample in step.samples:
             sample.num_pending_tokens = 0
-        ended_samples = self._selection.append(step.tokens)
+        ended_samples = self._selection.append(step.selected)
         end_time = perf_counter()
         # Before the end of the previous step, the device was busy with that step.
         seconds = end_time - max(step.start_time, self._last_end_time)

@@ -42,14 +42,14 @@ class DecodingTurns:
         """Return the samples of the next step: those of the owners with few samples, or all."""
         if self._seconds_left <= 0 or self._num_paused_steps:
             return samples
-        counts = Counter(sample.request.op.cache_owner for sample in samples)
+        counts = Counter(sample.request.op.owner for sample in samples)
         few = {owner for owner, count in counts.items() if count <= _FEW * len(samples)}
         if not few:
             return samples
         chosen = [
             sample
             for sample in samples
-            if sample.request.op.cache_owner in few and not sample.awaits_mask
+            if sample.request.op.owner in few and not sample.awaits_mask
         ]
         return chosen or samples
 

@@ -60,6 +60,8 @@ class Request:
     """The finished samples by their index."""
     is_answered: bool = False
     """Whether the request was answered, or its cancellation was noticed."""
+    _stop_bits: np.ndarray | None = None
+    _allowed_bits: np.ndarray | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -70,9 +72,6 @@ class Request:
     def is_constrained(self) -> bool:
         """Whether the samples must match a constraint."""
         return self.make_grammar_state is not None
-
-    _stop_bits: np.ndarray | None = None
-    _allowed_bits: np.ndarray | None = None
 
     def stop_bits(self, vocab_size: int) -> np.ndarray:
         """Return the stop tokens as bits (see `Adjustment.allowed_bits`)."""
@@ -225,15 +224,17 @@ class RunningSample:
     """
     next_state: RecurrentState | None = None
     """The second state of a constrained sample. If a step begins before the sample's mask is
-    computed, it writes the new state here. If the mask is late, the next step can then decode the
-    same token again from the old state. Other steps change `recurrent_state` in place.
+    computed, it has `writes_next_state` and writes the new state here. After the step,
+    `use_next_state` swaps the two states. If the mask is late, it does not, so the next step can
+    decode the same token again from the old state. Other steps change `recurrent_state` in place.
     """
     writes_next_state: bool = False
-    """Whether the current decoding step writes to `next_state`."""
     slot: int = -1
     capacity: int = 0
     reserved_capacity: int = 0
-    """The capacity that is reserved for its slot, which gets it in the next decoding step."""
+    """The capacity that is reserved for its slot, which gets it in the next decoding step. 0 when
+    the sample has ended or is preempted.
+    """
     num_prefilled_tokens: int = 0
     """The number of its tokens that are in `prompt`, because it was preempted."""
     num_preemptions: int = 0
@@ -283,7 +284,7 @@ class RunningSample:
         )
 
     def use_next_state(self) -> None:
-        """Continue from the state that a decoding step wrote, unless the sample got no token."""
+        """Continue from the state that a decoding step wrote (see `next_state`)."""
         is_late = self.grammar is not None and self.grammar.is_late
         if self.writes_next_state and not is_late and self.recurrent_state is not None:
             self.recurrent_state, self.next_state = self.next_state, self.recurrent_state

@@ -67,7 +67,7 @@ class Reservations:
         limit = sample_capacity(prompt_length, request.max_tokens - num_prefilled)
         if preempted is not None and preempted.num_preemptions >= MAX_PREEMPTIONS:
             return limit
-        mean = self._mean_tokens.get(request.op.cache_owner, _FIRST_EXPECTED_TOKENS)
+        mean = self._mean_tokens.get(request.op.owner, _FIRST_EXPECTED_TOKENS)
         expected = max(int(mean), num_tokens + max(_MIN_HEADROOM_TOKENS, num_tokens // 4))
         positions = prompt_length % SPAN + expected - num_prefilled
         return grown_capacity(positions, limit, self._block)
@@ -92,7 +92,7 @@ class Reservations:
         )
         sample.reserved_capacity = 0
         if sample.stop_reason is not None:
-            self._learn(sample.request.op.cache_owner, len(sample.tokens))
+            self._learn(sample.request.op.owner, len(sample.tokens))
 
     def grow(self, sample: RunningSample) -> bool:
         """Reserve a slot with space for the sample's next rows, and return whether it fits.

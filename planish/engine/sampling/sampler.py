@@ -81,7 +81,7 @@ class Sampler:
 
         `decode_text` turns tokens into text, to look for stop strings. `vocabulary_entry` returns
         the raw vocabulary entry of a token (see `Detokenizer`). Requests with a constraint need
-        `grammars`. With `shares_prefixes`, requests of different owners (`Sample.cache_owner`) use
+        `grammars`. With `shares_prefixes`, requests of different owners (`Sample.owner`) use
         each other's cached prefixes.
         """
         self.settings = settings
@@ -153,7 +153,7 @@ class Sampler:
         if constraint is not None:
             if self._grammars is None:
                 raise UserError("SamplingParams.constraint needs a tokenizer; leave it out")
-            self._grammars.check(constraint, op.cache_owner)
+            self._grammars.check(constraint, op.owner)
 
     def submit(
         self,
@@ -174,9 +174,7 @@ class Sampler:
             tokens = with_image_token(tokens, images.image_token)
         make_grammar_state = None
         if params.constraint is not None and self._grammars is not None:
-            make_grammar_state = partial(
-                self._grammars.new_state, params.constraint, op.cache_owner
-            )
+            make_grammar_state = partial(self._grammars.new_state, params.constraint, op.owner)
         seed = params.seed if params.seed is not None else secrets.randbits(64)
         request = Request(
             op=op,
@@ -185,7 +183,7 @@ class Sampler:
             is_adjusted=is_adjusted(params),
             max_tokens=max_tokens_of(op, len(tokens), self._decoder.config),
             weights=weights,
-            cache_namespace=(version, "" if self._shares_prefixes else op.cache_owner),
+            cache_namespace=(version, "" if self._shares_prefixes else op.owner),
             stop_condition=StopCondition.from_params(
                 params, self._decoder.config.eos_token_ids, self._detokenizer
             ),
@@ -292,12 +290,13 @@ class Sampler:
         """Preempt running samples until the next rows of `samples` fit. Return those of `samples`
         that are still running.
         """
-        while (victim := self._scheduler.next_victim(samples)) is not None:
+        while (victim := self._scheduler.reserve_or_pick_victim(samples)) is not None:
             if self._steps.has_pending_tokens:
                 self.finish_step()  # If some samples have ended, perhaps all others fit.
             else:
                 self._batch.preempt(victim)
                 self.num_preemptions += 1
+            # Samples that have ended or were preempted have no reservation.
             samples = [sample for sample in samples if sample.reserved_capacity]
         return samples
 

@@ -88,9 +88,9 @@ class Scheduler:
 
     @property
     def has_several_owners(self) -> bool:
-        """Whether the open requests belong to several owners (`Sample.cache_owner`)."""
+        """Whether the open requests belong to several owners (`Sample.owner`)."""
         requests = [*self.waiting, *(s.request for s in (*self.running, *self.preempted))]
-        return len({request.op.cache_owner for request in requests}) > 1
+        return len({request.op.owner for request in requests}) > 1
 
     def num_needed_positions(
         self, prompt_length: int, max_tokens: int, is_constrained: bool = False
@@ -147,10 +147,10 @@ class Scheduler:
         for waiting in (*sorted(self.preempted, key=_arrival), *self.waiting):
             rank = 0
             if isinstance(waiting, RunningSample):
-                owner = waiting.request.op.cache_owner
+                owner = waiting.request.op.owner
                 rank = int(has_started_request and not self.running)
             else:
-                owner = waiting.op.cache_owner
+                owner = waiting.op.owner
                 if waiting.prompt is not None:
                     rank = int(bool(self.running))
                 elif has_started_request:
@@ -191,7 +191,7 @@ class Scheduler:
                 alt_tokens_left -= count * prompt.num_alt_tokens
         return batch
 
-    def next_victim(self, samples: Sequence[RunningSample]) -> RunningSample | None:
+    def reserve_or_pick_victim(self, samples: Sequence[RunningSample]) -> RunningSample | None:
         """Reserve the positions that these running samples need for their next rows.
 
         Return None if all of them fit. Otherwise return the sample that the caller must preempt
@@ -201,7 +201,7 @@ class Scheduler:
             return None
         positions_of_owner: Counter[str] = Counter()
         for sample in self.running:
-            positions_of_owner[sample.request.op.cache_owner] += sample.reserved_capacity
+            positions_of_owner[sample.request.op.owner] += sample.reserved_capacity
         # A sample that must grow is among the candidates, because a sample that cannot be preempted
         # has a reservation for its maximum length.
         candidates = [
@@ -212,7 +212,7 @@ class Scheduler:
         return max(
             candidates,
             key=lambda sample: (
-                positions_of_owner[sample.request.op.cache_owner],
+                positions_of_owner[sample.request.op.owner],
                 _arrival(sample),
             ),
         )

@@ -47,18 +47,18 @@ class _NextToken:
 
 
 @dataclass(frozen=True, eq=False)
-class _TokenValues:
-    """The sampled tokens of a step on the device, with their logprobs, in the order of
+class _SampledValues:
+    """The ids of the N next tokens of a step on the device, with their logprobs, in the order of
     `_NextToken`s. Their copies in host memory arrive asynchronously.
     """
 
-    tokens: Tensor
-    """int64 [tokens]."""
+    token_ids: Tensor
+    """int64 [N]."""
     copies: HostCopies
-    """"tokens" and "logprobs" (float32 [tokens]). If requests name tokens
+    """"tokens" (int64 [N]) and "logprobs" (float32 [N]). If requests name tokens
     (`Sample.logprob_token_ids`): "listed_logprobs", those of these tokens, float32, one request
     after another. If a request wants the k likeliest tokens at each token, the likeliest first:
-    "top_tokens" (int64 [tokens, k]) and "top_logprobs" (float32 [tokens, k]).
+    "top_tokens" (int64 [N, k]) and "top_logprobs" (float32 [N, k]).
     """
 
 
@@ -66,17 +66,18 @@ class _TokenValues:
 class SelectedTokens:
     """The tokens of a step, which the device may still be computing."""
 
-    items: Sequence[_NextToken]
+    next_tokens: Sequence[_NextToken]
     exhausted_samples: Sequence[RunningSample]
     """The constrained samples whose text is complete and cannot be continued."""
-    values: _TokenValues | None
-    """None if there are no items."""
+    values: _SampledValues | None
+    """None if there are no next tokens."""
 
     def as_pending(self) -> PendingTokens:
         """Return the tokens on the device for the plan of the next step."""
         assert self.values is not None
         return PendingTokens(
-            self.values.tokens, {item.sample: index for index, item in enumerate(self.items)}
+            self.values.token_ids,
+            {token.sample: index for index, token in enumerate(self.next_tokens)},
         )
 
 
@@ -97,9 +98,9 @@ class Selection:
         A GPU may still compute them when this method returns. It waits for adjusted tokens only.
         """
         wait_after_pass(rows.grammar_states)
-        items, exhausted_samples = self._next_tokens(rows)
-        values = self._sample(items, output, rows.adapters) if items else None
-        return SelectedTokens(items, exhausted_samples, values)
+        next_tokens, exhausted_samples = self._next_tokens(rows)
+        values = self._sample(next_tokens, output, rows.adapters) if next_tokens else None
+        return SelectedTokens(next_tokens, exhausted_samples, values)
 
     def append(self, selected: SelectedTokens) -> list[RunningSample]:
         """Wait for the tokens, append them to their samples, and return the samples that ended.
@@ -109,7 +110,7 @@ class Selection:
         """
         ended_samples: list[RunningSample] = []
         if selected.values is not None:
-            ended_samples = self._append(selected.items, selected.values.copies.wait())
+            ended_samples = self._append(selected.next_tokens, selected.values.copies.wait())
         for sample in selected.exhausted_samples:
             if sample.stop_reason is None:
                 sample.stop_reason = "stop"
@@ -123,12 +124,12 @@ class Selection:
         whose grammar failed, have none. The text of an exhausted sample is complete and cannot be
         continued.
         """
-        tokens: list[_NextToken] = []
+        next_tokens: list[_NextToken] = []
         exhausted_samples: list[RunningSample] = []
         for sample, row in zip(rows.samples, rows.first_rows, strict=True):
             index = sample.num_tokens
             if not sample.request.is_adjusted:
-                tokens.append(_NextToken(sample, row, index))
+                next_tokens.append(_NextToken(sample, row, index))
                 continue
             assert not sample.num_pending_tokens  # Its mask or its penalties depend on all tokens.
             if sample.grammar is not None and not has_usable_mask(sample, sample.grammar):
@@ -139,7 +140,7 @@ class Selection:
             forced_tokens = sample.forced_tokens[: sample.num_rows]
             for number, token in enumerate(forced_tokens):
                 adjustment = Adjustment(None, _NO_TOKENS, (), token)
-                tokens.append(_NextToken(sample, row + number, index + number, adjustment))
+                next_tokens.append(_NextToken(sample, row + number, index + number, adjustment))
             if len(forced_tokens) == sample.num_rows:
                 continue
             row, index = row + len(forced_tokens), index + len(forced_tokens)
@@ -151,23 +152,25 @@ class Selection:
             prompt_tokens = sample.prompt.distinct_tokens if penalty != 1 else _NO_TOKENS
             previous_tokens = [*sample.tokens, *forced_tokens] if forced_tokens else sample.tokens
             adjustment = Adjustment(allowed_bits, prompt_tokens, previous_tokens)
-            tokens.append(_NextToken(sample, row, index, adjustment))
-        return tokens, exhausted_samples
+            next_tokens.append(_NextToken(sample, row, index, adjustment))
+        return next_tokens, exhausted_samples
 
     def _sample(
         self,
-        tokens: Sequence[_NextToken],
+        next_tokens: Sequence[_NextToken],
         output: StepOutput,
         adapters: Sequence[AdapterRange],
-    ) -> _TokenValues:
+    ) -> _SampledValues:
         """Sample the tokens and compute their logprobs."""
         logits = output.logits
         assert logits is not None
-        params = [token.sample.request.op.sampling_params for token in tokens]
-        uniforms = [token.sample.uniform_stream.at(token.index) for token in tokens]
-        rows = [token.row for token in tokens]
+        params = [token.sample.request.op.sampling_params for token in next_tokens]
+        uniforms = [token.sample.uniform_stream.at(token.index) for token in next_tokens]
+        rows = [token.row for token in next_tokens]
         adjustments = {
-            i: token.adjustment for i, token in enumerate(tokens) if token.adjustment is not None
+            i: token.adjustment
+            for i, token in enumerate(next_tokens)
+            if token.adjustment is not None
         }
         if adjustments:
             sampled = sample_batch(self._backend, logits, params, uniforms, rows, adjustments)
@@ -181,7 +184,7 @@ class Selection:
         )
         logprobs = token_logprobs(sampled_logits / temperature, sampled.log_normalizer)
         values = {"tokens": sampled.tokens, "logprobs": logprobs}
-        listed_ids = [token.sample.request.op.logprob_token_ids for token in tokens]
+        listed_ids = [token.sample.request.op.logprob_token_ids for token in next_tokens]
         if any(listed_ids):
             values["listed_logprobs"] = self._head.listed_logprobs(
                 output.hidden,
@@ -192,28 +195,28 @@ class Selection:
                 temperature,
                 adapters,
             )
-        max_topk = max(token.sample.request.op.topk_sample_logprobs for token in tokens)
+        max_topk = max(token.sample.request.op.topk_sample_logprobs for token in next_tokens)
         if max_topk:
             if rows != list(range(logits.shape[0])):
                 logits = logits[on_device(rows, torch.int64, logits.device)]
             values["top_tokens"], values["top_logprobs"] = top_logprobs(
                 logits, sampled.log_normalizer, temperature, max_topk
             )
-        return _TokenValues(sampled.tokens, HostCopies(values, self._backend.device))
+        return _SampledValues(sampled.tokens, HostCopies(values, self._backend.device))
 
     def _append(
-        self, tokens: Sequence[_NextToken], values: Mapping[str, Tensor]
+        self, next_tokens: Sequence[_NextToken], values: Mapping[str, Tensor]
     ) -> list[RunningSample]:
         """Append the tokens to their samples. Return the samples that stop.
 
-        `values`: see `_TokenValues.copies`.
+        `values`: see `_SampledValues.copies`.
         """
         arrays = {name: values[name].numpy() for name in values}
         stopped_samples: list[RunningSample] = []
         grammar_tokens: list[tuple[GrammarState, int]] = []
         num_listed = 0
         for i, (token, token_id, logprob) in enumerate(
-            zip(tokens, arrays["tokens"].tolist(), arrays["logprobs"].tolist(), strict=True)
+            zip(next_tokens, arrays["tokens"].tolist(), arrays["logprobs"].tolist(), strict=True)
         ):
             sample = token.sample
             request = sample.request

@@ -19,7 +19,7 @@ _MIN_TEMPERATURE = 0.01
 _VLLM_PARAMS = ("max_tokens", "seed", "stop", "temperature", "stop_token_ids")
 """The fields of SamplingParams with the same meaning in vLLM."""
 _VLLM_FIELDS = (
-    "sampler_id", "prompt", "num_samples", "sampling_params", "cache_owner",
+    "sampler_id", "prompt", "num_samples", "sampling_params", "owner",
     "record_stability_info", "prompt_logprobs_last_n",
 )  # fmt: skip
 """The fields of Sample that need nothing of vLLM, or that vLLM has."""

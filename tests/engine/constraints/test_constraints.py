@@ -89,7 +89,7 @@ def sampler(decoder, cache) -> Sampler:
 
 def request(prompt: Sequence[int], n: int = 1, owner: str = "", **params: Any) -> Sample:
     options = SamplingParams(**{"max_tokens": 60, "stop": [EOS_TOKEN_ID], "seed": 0, **params})
-    return Sample("sampler", ModelInput.from_ints(prompt), n, options, cache_owner=owner)
+    return Sample("sampler", ModelInput.from_ints(prompt), n, options, owner=owner)
 
 
 def start(sampler: Sampler, *ops: Sample) -> list[Future[SampleResponse]]:

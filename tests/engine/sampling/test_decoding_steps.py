@@ -154,7 +154,7 @@ def jobs_of(decoder: Decoder, count: int = 12, seed: int = 0) -> list[Job]:
                 seed=i,
                 max_tokens=int(random.integers(1, 60)),
                 stop=random.choice(ALL_TOKENS, int(random.integers(0, 12)), False).tolist(),
-                cache_owner=f"owner {i % 2}",
+                owner=f"owner {i % 2}",
                 **options[i % len(options)],
             ),
             adapters[i % 3],

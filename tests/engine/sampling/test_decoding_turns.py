@@ -28,7 +28,7 @@ def samples(awaits_mask: bool = False, **counts: int) -> list[RunningSample]:
     """Return samples without tensors: `counts` of each owner."""
     found: list[Any] = [
         SimpleNamespace(
-            request=SimpleNamespace(op=SimpleNamespace(cache_owner=owner)), awaits_mask=awaits_mask
+            request=SimpleNamespace(op=SimpleNamespace(owner=owner)), awaits_mask=awaits_mask
         )
         for owner, count in counts.items()
         for _ in range(count)
@@ -100,7 +100,7 @@ def adapter(decoder: Decoder, seed: int) -> LoraWeights:
 
 def request(prompt: list[int], num_samples: int, owner: str) -> Sample:
     params = SamplingParams(max_tokens=8, seed=3, stop=[])
-    return Sample("sampler", ModelInput.from_ints(prompt), num_samples, params, cache_owner=owner)
+    return Sample("sampler", ModelInput.from_ints(prompt), num_samples, params, owner=owner)
 
 
 def run(

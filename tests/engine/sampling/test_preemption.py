@@ -107,7 +107,7 @@ def request(prompt: Sequence[int], n: int = 1, **options: Any) -> Sample:
     rest = {
         name: options.pop(name)
         for name in [*options]
-        if name in ("on_token", "cache_owner", "topk_sample_logprobs", "prompt_logprobs")
+        if name in ("on_token", "owner", "topk_sample_logprobs", "prompt_logprobs")
     }
     params = SamplingParams(**{"stop": [], "max_tokens": 100, "seed": 5, **options})
     return Sample("sampler", ModelInput.from_ints(prompt), n, params, **rest)
@@ -136,7 +136,7 @@ def mixed_jobs(decoder: Decoder) -> list[Job]:
                 int(random.integers(1, 4)),
                 seed=i,
                 max_tokens=int(random.integers(40, 120)),
-                cache_owner=f"owner {i % 2}",
+                owner=f"owner {i % 2}",
                 **options[i],
             ),
             adapters[i % 3],

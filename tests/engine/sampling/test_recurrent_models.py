@@ -281,7 +281,7 @@ def test_a_late_mask_delays_only_its_own_sample(decoder, tiling, model_dir, monk
 
     def constrained(owner: str) -> Sample:
         op = request(tokens(30), 2, stop=[EOS_TOKEN_ID], max_tokens=20, constraint=constraint)
-        return replace(op, cache_owner=owner)
+        return replace(op, owner=owner)
 
     expected = bits(answer(sampler, constrained("slow")))
     release = threading.Event()

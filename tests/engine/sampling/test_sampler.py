@@ -268,14 +268,14 @@ def test_owners_share_cached_prefixes_only_if_told_to(decoder, shared):
     """Neither a cached prefix nor the prompt of a running request serves another owner."""
     sampler = Sampler(decoder, SamplerSettings(), text_of, shares_prefixes=shared)
     prompt = tokens(100)
-    ops = [request(prompt, 2, seed=0, cache_owner=owner) for owner in ("first", "second")]
+    ops = [request(prompt, 2, seed=0, owner=owner) for owner in ("first", "second")]
     both = run(sampler, *ops)
     prompts = 1 if shared else 2
     assert len(sampler._prefill.prefix_cache) == prompts * 3
     assert bits_equal(both[0], both[1])
     for op in ops:
         assert run(sampler, op)[0].prompt_cache_hit_tokens == 96
-    (other,) = run(sampler, request(prompt, seed=0, cache_owner="third"))
+    (other,) = run(sampler, request(prompt, seed=0, owner="third"))
     assert other.prompt_cache_hit_tokens == (96 if shared else 0)
     sampler.evict_prefixes("base")
     assert not len(sampler._prefill.prefix_cache)
@@ -861,10 +861,10 @@ def test_prompts_take_half_of_the_time_beside_samples_of_another_owner(
 
     monkeypatch.setattr(sampler, "_prefill_pass", slow_prefill)
     first, second = Future(), Future()
-    sampler.submit(request(tokens(40, 1), cache_owner="anna"), None, "base", first)
+    sampler.submit(request(tokens(40, 1), owner="anna"), None, "base", first)
     sampler.step()
     (sample,) = sampler._scheduler.running
-    sampler.submit(request(tokens(40, 2), cache_owner=owner), None, "base", second)
+    sampler.submit(request(tokens(40, 2), owner=owner), None, "base", second)
     now[0] += 4.0
     sampler.step()
     assert len(sample.tokens) == 3  # the first token, and one decoded in each step

@@ -40,7 +40,7 @@ def request(
         n,
         params,
         prompt_alt_tokens_k=alternatives,
-        cache_owner=owner,
+        owner=owner,
     )
     scores: Any = (
         None if max_tokens else SimpleNamespace(begins=0 if alternatives else len(tokens) // 2)
@@ -116,7 +116,9 @@ class Run:
                     self._count(asked)
                 self._release(prompt)
         ready = [sample for sample in scheduler.running if sample.prompt.is_ready]
-        while (victim := scheduler.next_victim([s for s in ready if s.tokens])) is not None:
+        while (
+            victim := scheduler.reserve_or_pick_victim([s for s in ready if s.tokens])
+        ) is not None:
             scheduler.preempt(victim)
             self._release(victim.prompt)
             self.preemptions.append(victim)
@@ -281,7 +283,7 @@ def test_samples_of_the_owner_with_the_most_memory_are_preempted_the_latest_firs
         run.ask(request(number, [number], max_tokens=150, owner="many"))
     run.finish()
     assert [sample.request.number for sample in run.preemptions][:2] == [4, 3]
-    assert all(sample.request.op.cache_owner == "many" for sample in run.preemptions)
+    assert all(sample.request.op.owner == "many" for sample in run.preemptions)
 
 
 def test_a_preempted_sample_comes_before_its_owners_new_requests(monkeypatch):
