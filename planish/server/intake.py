@@ -13,11 +13,12 @@ from planish.errors import shortened
 from planish.server.durable import journal
 from planish.server.durable.failed_requests import FailedRequests
 from planish.server.durable.journal import RequestRow
-from planish.server.durable.request_log import RequestLog, TenantRateLimiter
+from planish.server.durable.request_log import RequestLog
 from planish.server.durable.store import Store, Transaction
 from planish.server.metrics import Counters
 from planish.server.request import Request, TransactionHook, check_same_request
 from planish.server.results import OUT_OF_MEMORY, Unavailable
+from planish.server.tenant_limits import TenantLimits
 
 _RETRY_SECONDS = 10.0
 
@@ -30,7 +31,7 @@ class Intake:
 
     _store: Store
     _request_log: RequestLog
-    _rate_limiter: TenantRateLimiter
+    _tenant_limits: TenantLimits
     _counters: Counters
     _failed_requests: FailedRequests
     _min_free_disk_bytes: int
@@ -57,12 +58,13 @@ class Intake:
         """Journal a request. Return False if the same request was journaled before.
         `transaction_hook` is called in the same transaction.
 
-        Raise BadRequest if a different request has this id. Raise TooManyRequests or Unavailable,
-        before anything is written, if the tenant's limits or the disk allow no new request.
+        Raise BadRequest if a different request has this id. Before anything is written, raise
+        TooManyRequests if the tenant's limits allow no new request (`RequestLog.add` checks them),
+        or Unavailable if the disk does not.
         """
         row = request.row
-        is_rejected = row.state == "refused"
-        if is_rejected:
+        never_runs = row.state == "refused"
+        if never_runs:
             await self._failed_requests.check(row.tenant)
         active = self._request_log.active.get(row.id)
         if active is not None:
@@ -91,7 +93,7 @@ class Intake:
             self._request_log.discard(request)
             check_same_request(existing_row, row.digest)
             return False
-        if is_rejected:
+        if never_runs:
             self._failed_requests.add(row.tenant, row.message)
         self._counters.accepted_requests[row.kind] += 1
         return True
@@ -100,7 +102,7 @@ class Intake:
         """Raise an error if a request of `size` bytes cannot be accepted: TooManyRequests because
         of the tenant's limits, Unavailable because of the disk.
         """
-        self._rate_limiter.check(tenant, size)
+        self._tenant_limits.check(tenant, size)
         self.check_disk(size)
 
     def check_disk(self, size: int) -> None:

@@ -35,6 +35,7 @@ _SEEDED_KINDS = ("create_model", "sample")
 TransactionHook = Callable[[Transaction], None]
 """A function that adds further changes to the transaction that writes a request or an answer."""
 SettledState = Literal["done", "failed", "refused"]
+"""The state of an answered request; "refused" if it was rejected and never ran (schema.py)."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +103,6 @@ class Request:
         """The sequence number of the request."""
         return self.row.seq
 
-    @property
-    def is_rejected(self) -> bool:
-        """Whether the request was rejected when it arrived. In this case, the row was inserted with
-        the error message.
-        """
-        return self.row.state == "refused" and self.row.digest is None
-
     def set_counts(self, operation: Operation[Any]) -> None:
         """Set `num_input_tokens` and `num_sequences` from the operation."""
         self.num_input_tokens = input_token_count(operation)
@@ -130,7 +124,7 @@ def input_token_count(operation: Operation[Any]) -> int:
 
 def check_same_request(row: RequestRow, digest: bytes | None) -> None:
     """Raise BadRequest if the request in `row` has another digest, or was rejected."""
-    if row.state == "refused" and row.digest is None:
+    if row.was_rejected_on_arrival:
         raise BadRequest(row.message or "the request with this number was rejected")
     if row.digest != digest:
         raise BadRequest(

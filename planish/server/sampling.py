@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from planish.errors import EngineClosedError
-from planish.server.durable.request_log import RequestLog, TenantRateLimiter
+from planish.server.durable.request_log import RequestLog
 from planish.server.durable.retries import retry_briefly
 from planish.server.engine_client import EngineClient
 from planish.server.intake import Intake
@@ -30,6 +30,7 @@ from planish.server.request import (
 from planish.server.results import Abandoned, Accepted, Done, Failed, Gone, Tenant, stopping
 from planish.server.samplers import Sampler, Samplers
 from planish.server.settle import Settlement
+from planish.server.tenant_limits import TenantLimits
 from planish.server.turn import Turns
 from planish.service import Sample, SampledToken
 from planish.types import SampleResponse
@@ -51,13 +52,15 @@ class Sampling:
         turns: Turns,
         settlement: Settlement,
         request_log: RequestLog,
-        rate_limiter: TenantRateLimiter,
+        tenant_limits: TenantLimits,
         counters: Counters,
     ) -> None:
-        """`turns` are the turns of samples. `limits` and `counters` count the sampled tokens."""
-        self._samplers, self._engine = samplers, engine
+        """`turns` are the turns of samples. `tenant_limits` and `counters` count the sampled
+        tokens.
+        """
+        self._samplers, self._engine, self._tenant_limits = samplers, engine, tenant_limits
         self._intake, self._turns, self._settlement = intake, turns, settlement
-        self._request_log, self._rate_limiter, self._counters = request_log, rate_limiter, counters
+        self._request_log, self._counters = request_log, counters
         self._checked_models: set[str] = set()
         """Base models that an earlier check has loaded. The first check of a base model loads it,
         so this check runs in a thread.
@@ -199,9 +202,13 @@ class Sampling:
     async def _sample_in_turn(
         self, tenant: str, sampler: Sampler, operation: Sample, key: str
     ) -> SampleResponse:
-        num_slots, num_tokens = max(1, operation.num_samples), operation.prompt.max_length
-        pinned = self._pinned_after_slots(sampler)
-        async with self._turns.turn(key, tenant, num_slots, num_tokens, pinned):
+        async with self._turns.turn(
+            key,
+            tenant,
+            max(1, operation.num_samples),
+            operation.prompt.max_length,
+            self._pinned_after_slots(sampler),
+        ):
             return await self._sample(tenant, operation)
 
     @asynccontextmanager
@@ -257,7 +264,7 @@ class Sampling:
             )
         finally:  # a cancelled request is charged for the tokens sampled so far
             self._turns.charge(tenant, num_sampled)
-            self._rate_limiter.use_tokens(tenant, num_sampled)
+            self._tenant_limits.use_tokens(tenant, num_sampled)
             counters.sampled_tokens[tenant] += num_sampled
         counters.prompt_tokens[tenant] += operation.prompt.max_length
         counters.cached_prompt_tokens[tenant] += response.prompt_cache_hit_tokens

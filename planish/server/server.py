@@ -2,7 +2,7 @@
 
 Each of these is stored durably and belongs to one tenant. A request passes three stages:
 
-    intake         checks the limits and the disk, and writes the request to the journal
+    intake         checks the tenant's limits and the disk, and writes the request to the journal
     turn           waits until the request may run: for a slot, the adapter and the crash guard
     settle         writes the answer to the journal, and then sends it
 
@@ -18,7 +18,7 @@ They use these parts:
     sessions       sessions
     request        one request: its row in the journal, its operation and its answer
     durable/       the journal, the unanswered requests, checkpoints, and the crash guard
-    scheduling     the fair queues of training and sampling, and the adapter cache
+    scheduling     fair queues (of training and sampling; HTTP has more), and the adapter cache
     engine_client  the engine, called from the event loop
     runs           training runs, and the checkpoints in them
     session_timeline   the requests of a session with their times
@@ -52,7 +52,7 @@ from planish.server.durable.expiry_clock import ExpiryClock
 from planish.server.durable.failed_requests import FailedRequests
 from planish.server.durable.links import LinkSigner
 from planish.server.durable.records import ModelRow, count
-from planish.server.durable.request_log import RequestLog, TenantRateLimiter
+from planish.server.durable.request_log import RequestLog
 from planish.server.durable.store import Store
 from planish.server.engine_client import DeviceClock, EngineClient
 from planish.server.intake import Intake
@@ -74,6 +74,7 @@ from planish.server.sessions import SESSION_ENDED, SessionMembers, Sessions
 from planish.server.settings import ServerSettings
 from planish.server.settle import Settlement
 from planish.server.stored_runs import StoredRuns
+from planish.server.tenant_limits import TenantLimits
 from planish.server.turn import Turns
 
 _log = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class Server:
         self.counters = Counters()
         self.stopping = asyncio.Event()
         """Set when the server begins to stop."""
-        self.rate_limiter = TenantRateLimiter(settings)
+        self.tenant_limits = TenantLimits(settings)
         self.failed_requests = FailedRequests(self.store, settings)
         self.crash_guard = CrashGuard(self.store, self.engine.load_base_models)
         self.adapter_cache = AdapterCache(settings.adapter_memory_bytes, self.counters)
@@ -128,11 +129,11 @@ class Server:
             settings.sampling_slots, settings.max_sampling_slots_per_tenant
         )
         # The stages of a request.
-        self.request_log = RequestLog(self.store, settings, self.rate_limiter, self.crash_guard)
+        self.request_log = RequestLog(self.store, settings, self.tenant_limits, self.crash_guard)
         self.intake = Intake(
             self.store,
             self.request_log,
-            self.rate_limiter,
+            self.tenant_limits,
             self.counters,
             self.failed_requests,
             settings.min_free_disk_bytes,
@@ -166,7 +167,7 @@ class Server:
             self._turns(self.sampling_queue),
             self.settlement,
             self.request_log,
-            self.rate_limiter,
+            self.tenant_limits,
             self.counters,
         )
         self._replay = Replay(

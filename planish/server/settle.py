@@ -68,7 +68,7 @@ class Settlement:
             return request.answer_written
         crash_point("before recording a result")
         self._request_log.note_answered(request)
-        if isinstance(answer, Failed) and not request.is_rejected:
+        if isinstance(answer, Failed) and not request.row.was_rejected_on_arrival:
             self._failed_requests.add(request.row.tenant, answer.message)
         request.row = request.row.with_state(
             state or ("done" if isinstance(answer, Done) else "failed")

@@ -1,7 +1,8 @@
 """The middle stage of every request: its turn to run.
 
-A request has its turn when the fair queue has given it slots, its adapter is in memory, and the
-crash guard lets it run.
+A training request takes its turn when its adapter is in memory: it waits for a slot of the fair
+queue. A sample waits for its slots first, and then for its sampler. Then both wait for the crash
+guard.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Turns:
                 request.row.tenant, num_slots, request.num_input_tokens, num_tokens_ahead
             )
         try:
-            if not self._crash_guard.is_inactive:
+            if self._crash_guard.is_active:
                 await self._crash_guard.enter(request.id)
         except BaseException:
             lease.release()
@@ -79,7 +80,7 @@ class Turns:
     @property
     def needs_key(self) -> bool:
         """Whether the crash guard asks for the keys of requests."""
-        return not self._crash_guard.is_inactive
+        return self._crash_guard.is_active
 
     @property
     def num_used_slots(self) -> int:

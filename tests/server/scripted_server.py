@@ -153,7 +153,8 @@ class Served:
     def is_idle(self) -> bool:
         server = self.server
         return (
-            server.sampling_queue.used_slots == 0 and not server.rate_limiter.unanswered_by_tenant()
+            server.sampling_queue.used_slots == 0
+            and not server.tenant_limits.unanswered_by_tenant()
         )
 
 

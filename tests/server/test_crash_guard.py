@@ -79,7 +79,7 @@ async def test_requests_are_marked_only_after_an_unclean_end(tmp_path):
         async with life(tmp_path, in_order=True) as lived:
             await lived.ask("a", "b")
             assert lived.entered == {"a", "b"}
-            assert lived.guard.is_inactive
+            assert not lived.guard.is_active
             assert await lived.marked() == set()
     await ended_with(tmp_path, "a")
     async with life(tmp_path) as lived:

@@ -610,4 +610,4 @@ async def test_a_stop_after_an_engine_failure_is_not_a_clean_one(model_dir, data
     async with running(model_dir, data_dir) as server:
         server.engine.fault = fault
     async with running(model_dir, data_dir) as server:
-        assert server.crash_guard.is_inactive == (fault is None)
+        assert server.crash_guard.is_active == (fault is not None)

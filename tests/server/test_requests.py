@@ -313,7 +313,7 @@ async def test_an_internal_error_still_answers_the_request(model_dir, data_dir, 
         model = await client.model()
         with monkeypatch.context() as patch:
             patch.setattr(ModelActor, "_submit", broken)
-            patch.setattr(Replay, "repeat_failure", broken)
+            patch.setattr(Replay, "replay_failure", broken)
             requests = [
                 await model.submit(gradient(model.model_id)),
                 await model.submit(adam(model.model_id)),

@@ -347,7 +347,7 @@ async def test_a_cancelled_sample_is_charged_for_its_tokens(model_dir, data_dir)
         await asyncio.wait([drawing])
         assert server.counters.sampled_tokens[TENANT.name] >= 100
         with pytest.raises(TooManyRequests):
-            server.rate_limiter.check(TENANT.name, 0)
+            server.tenant_limits.check(TENANT.name, 0)
 
 
 async def test_a_waiting_request_is_read_from_the_journal_when_its_turn_comes(model_dir, data_dir):

@@ -145,7 +145,7 @@ async def test_a_request_rejected_by_a_limit_keeps_its_number(model_dir, data_di
                 break
         assert refused
         assert 0 < again < 60
-        server.rate_limiter.use_tokens(model.client.tenant.name, -1000)  # a minute later
+        server.tenant_limits.use_tokens(model.client.tenant.name, -1000)  # a minute later
         assert await model.submit(request, refused) == f"{model.model_id}:{refused}"
 
 

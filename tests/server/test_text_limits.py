@@ -62,7 +62,7 @@ class Work:
 
 
 async def test_texts_that_are_tokenized_at_once_are_bounded_and_shared():
-    models, work = models_with(SimpleNamespace(is_inactive=True)), Work()
+    models, work = models_with(SimpleNamespace(is_active=False)), Work()
     sizes = [MAX_TOKENIZED_BYTES // 4] * 10 + [MAX_TOKENIZED_BYTES // 3, 100]
 
     def of(tenant: Tenant, size: int) -> Any:

@@ -90,9 +90,9 @@ class CrashGuard:
         """`load_base_models` is awaited before the first suspect runs."""
         self._store = store
         self._load_base_models = load_base_models
-        self.is_inactive = True
-        """Whether the guard is inactive: it marks, delays and rejects no request, so callers need
-        not report requests to it. An inactive guard stays inactive until the server crashes.
+        self.is_active = False
+        """Whether the guard may mark, delay or reject a request. Callers need not report requests
+        to an inactive guard, which stays inactive until the server crashes.
         """
         self._loading: asyncio.Task[None] | None = None
         self._watched_until = 0.0
@@ -127,7 +127,7 @@ class CrashGuard:
         }
         if not earlier.was_clean:
             self._watched_until = time.monotonic() + _WATCH_SECONDS
-        self._update_is_inactive()
+        self._update_is_active()
         if earlier.was_clean:
             return
         _log.warning(
@@ -153,8 +153,8 @@ class CrashGuard:
         """Wait until the key may run together with the running keys. Mark the key if the guard
         watches, or if the key is a suspect. Raise Abandoned for an abandoned key.
         """
-        self._update_is_inactive()
-        if self.is_inactive:
+        self._update_is_active()
+        if not self.is_active:
             return
         if key in self._abandoned_keys:
             raise Abandoned(
@@ -189,7 +189,7 @@ class CrashGuard:
         if self._remove_running(key):
             self._crash_counts.pop(key, None)
             self._store.write_in_background(_forget, key)
-            self._update_is_inactive()
+            self._update_is_active()
         self._admit_waiting()
 
     def pause(self, key: str) -> None:
@@ -227,9 +227,9 @@ class CrashGuard:
         finally:
             self.pause(key)
 
-    def _update_is_inactive(self) -> None:
-        """Update `is_inactive`."""
-        self.is_inactive = not (self._crash_counts or self._abandoned_keys or self._is_watching)
+    def _update_is_active(self) -> None:
+        """Update `is_active`."""
+        self.is_active = bool(self._crash_counts or self._abandoned_keys or self._is_watching)
 
     def _remove_running(self, key: str) -> bool:
         """Remove a key from the running keys. Return whether its mark must be removed."""

@@ -39,7 +39,7 @@ class RequestRow(Record):
     tenant: str
     kind: str
     owner: str
-    """The id of the request's model or sampler."""
+    """The id of the request's model or sampler. (`Sample.owner` is the tenant.)"""
     seq: int
     state: str
     """accepted, started, done, failed or refused. The top of schema.py explains the states."""
@@ -60,6 +60,13 @@ class RequestRow(Record):
     def is_replayed(self) -> bool:
         """Whether a replay of the model runs this request again."""
         return self.state == "done" and self.kind in _REPLAYED_KINDS
+
+    @property
+    def was_rejected_on_arrival(self) -> bool:
+        """Whether the request was rejected before it was queued. Its row was inserted with the
+        error message.
+        """
+        return self.state == "refused" and self.digest is None
 
     @property
     def failure(self) -> Failed:

@@ -1,8 +1,11 @@
 """The quotas of one tenant: bytes on disk, and numbers of sessions, models and samplers.
 
-The checks run in the transaction that adds a row, so simultaneous requests cannot exceed a limit
-together. Each check raises BadRequest, a status that clients do not retry. A retry would be
-rejected again, until the client deletes or closes something.
+Numbers are checked in the transaction that adds a row, so simultaneous requests cannot exceed a
+limit together. `check_storage` cannot know the size of a save, a copy or an upload, so it runs
+before it: what begins below `max_storage_bytes` is completed.
+
+Each check raises BadRequest, a status that clients do not retry. A retry would be rejected again,
+until the client deletes or closes something.
 """
 
 from __future__ import annotations

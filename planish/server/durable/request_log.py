@@ -1,16 +1,13 @@
-"""The unanswered requests, and the limits of each tenant.
+"""The unanswered requests of a server, in memory.
 
-Unanswered requests are kept in memory. Their decoded operations are kept too, up to
-`request_memory_bytes`. Beyond this limit, an operation is read from the journal when its turn
-comes.
+Their decoded operations are kept too, up to `request_memory_bytes`. Beyond this limit, an operation
+is read from the journal when its turn comes.
 """
 
 from __future__ import annotations
 
 import sqlite3
-import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +20,8 @@ from planish.server.durable.records import update_row
 from planish.server.durable.retries import DiskFaults, retry_briefly
 from planish.server.durable.store import Store
 from planish.server.request import Request, is_unaltered
-from planish.server.results import TooManyRequests
-from planish.server.settings import MemorySettings, TenantSettings
+from planish.server.settings import MemorySettings
+from planish.server.tenant_limits import TenantLimits
 from planish.service import Operation
 from planish.wire.operations import operation_from_bytes
 
@@ -35,7 +32,7 @@ class RequestLog:
 
     _store: Store
     _settings: MemorySettings
-    _rate_limiter: TenantRateLimiter
+    _tenant_limits: TenantLimits
     _crash_guard: CrashGuard
     disk_faults: DiskFaults = field(default_factory=DiskFaults)
     operation_bytes: int = 0
@@ -56,14 +53,14 @@ class RequestLog:
         return Counter((row.kind, row.tenant) for row in open_rows)
 
     def add(self, request: Request) -> None:
-        """Add a request that is about to be journaled. Raise TooManyRequests, and add nothing, if
-        the limits of its tenant allow no new request.
+        """Count a request that is about to be journaled against the limits of its tenant, and add
+        it. Raise TooManyRequests, and add nothing, if these limits allow no new request.
         """
         row = request.row
-        self._rate_limiter.check(row.tenant, row.body_bytes)
+        self._tenant_limits.check(row.tenant, row.body_bytes)
         self.active[row.id] = request
-        self._rate_limiter.add_request(row.tenant, row.body_bytes)
-        self._rate_limiter.use_tokens(row.tenant, request.num_input_tokens)
+        self._tenant_limits.add_request(row.tenant, row.body_bytes)
+        self._tenant_limits.use_tokens(row.tenant, request.num_input_tokens)
         if self.operation_bytes + row.body_bytes > self._settings.request_memory_bytes:
             request.operation = None
         elif request.operation is not None:
@@ -73,21 +70,21 @@ class RequestLog:
         """Undo `add`, because the request is not in the journal."""
         del self.active[request.id]
         self.release_operation(request)
-        self._rate_limiter.remove_request(request.row.tenant, request.row.body_bytes)
-        self._rate_limiter.use_tokens(request.row.tenant, -request.num_input_tokens)
+        self._tenant_limits.remove_request(request.row.tenant, request.row.body_bytes)
+        self._tenant_limits.use_tokens(request.row.tenant, -request.num_input_tokens)
 
     def restore(self, row: RequestRow) -> Request:
         """Put an unanswered request of an earlier process into memory."""
         request = Request(row, None)
         request.journaled.set_result(None)
         self.active[row.id] = request
-        self._rate_limiter.add_request(row.tenant, row.body_bytes)
+        self._tenant_limits.add_request(row.tenant, row.body_bytes)
         return request
 
     def note_answered(self, request: Request) -> None:
         """Count a request as answered. It stays in `active` until its answer is on disk."""
         self.release_operation(request)
-        self._rate_limiter.remove_request(request.row.tenant, request.row.body_bytes)
+        self._tenant_limits.remove_request(request.row.tenant, request.row.body_bytes)
 
     def remove(self, request: Request) -> None:
         """Remove a request whose answer is on disk."""
@@ -150,88 +147,3 @@ def _damaged_request(row: RequestRow, location: str, problem: str) -> DamagedFil
         f"the data of request {row.id} {problem} ({location} in the server's data directory; a "
         "backup may have it)"
     )
-
-
-_MINUTE = 60.0
-_BUSY_SECONDS = 1.0
-
-
-@dataclass
-class _TenantUsage:
-    """The unanswered requests and the token budget of one tenant."""
-
-    num_requests: int = 0
-    body_bytes: int = 0
-    token_budget: float = 0.0
-    """Tokens that may be used now. The number is negative after the tenant exceeded its limit."""
-    updated: float = 0.0
-    """The time of the clock at which `token_budget` was last updated."""
-
-
-class TenantRateLimiter:
-    """Limits the unanswered requests, their bytes, and the tokens per minute of each tenant."""
-
-    def __init__(
-        self, settings: TenantSettings, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`settings` contains the limits. `clock` returns seconds."""
-        self._settings = settings
-        self._clock = clock
-        self._usage_by_tenant: dict[str, _TenantUsage] = {}
-
-    def check(self, tenant: str, size: int) -> None:
-        """Raise TooManyRequests if a request of `size` bytes cannot be accepted now."""
-        usage, settings = self._usage(tenant), self._settings
-        if usage.num_requests >= settings.max_queued_requests:
-            raise TooManyRequests(
-                f"{usage.num_requests:,} requests of this tenant are unanswered, which is the "
-                "limit (max_queued_requests); wait until some are answered",
-                _BUSY_SECONDS,
-            )
-        if usage.num_requests and usage.body_bytes + size > settings.max_queued_bytes:
-            raise TooManyRequests(
-                f"the unanswered requests of this tenant have {usage.body_bytes:,} bytes, and the "
-                f"limit is {settings.max_queued_bytes:,} (max_queued_bytes); wait until some are "
-                "answered",
-                _BUSY_SECONDS,
-            )
-        if usage.token_budget < 0:
-            rate = settings.max_tokens_per_minute
-            raise TooManyRequests(
-                f"this tenant may use {rate:,} tokens per minute (max_tokens_per_minute), and has "
-                "used more; wait",
-                _MINUTE * -usage.token_budget / rate,
-            )
-
-    def add_request(self, tenant: str, size: int) -> None:
-        """Count an accepted request."""
-        usage = self._usage(tenant)
-        usage.num_requests += 1
-        usage.body_bytes += size
-
-    def remove_request(self, tenant: str, size: int) -> None:
-        """Count a request as answered."""
-        usage = self._usage(tenant)
-        usage.num_requests -= 1
-        usage.body_bytes -= size
-
-    def use_tokens(self, tenant: str, tokens: int) -> None:
-        """Subtract `tokens` from the token budget of the tenant."""
-        self._usage(tenant).token_budget -= tokens
-
-    def unanswered_by_tenant(self) -> dict[str, int]:
-        """Return the number of unanswered requests, by tenant."""
-        return {
-            tenant: usage.num_requests
-            for tenant, usage in self._usage_by_tenant.items()
-            if usage.num_requests
-        }
-
-    def _usage(self, tenant: str) -> _TenantUsage:
-        now, rate = self._clock(), self._settings.max_tokens_per_minute
-        usage = self._usage_by_tenant.setdefault(
-            tenant, _TenantUsage(token_budget=rate, updated=now)
-        )
-        usage.token_budget = min(rate, usage.token_budget + rate * (now - usage.updated) / _MINUTE)
-        usage.updated = now
-        return usage

@@ -98,7 +98,9 @@ class HttpState:
     )
     """Decides which large body is decoded next, or which large result is encoded next."""
     active_tenants: ActiveTenants = field(default_factory=lambda: ActiveTenants(_ACTIVE_SECONDS))
-    """Decides whether the decoding of large bodies is slowed down for the sake of other tenants."""
+    """Decides whether the decoding of large bodies is slowed down for the sake of other tenants.
+    A server without keys has only one tenant, which is not recorded here.
+    """
     downloads: DownloadSlots = field(default_factory=DownloadSlots)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server begins to stop, which ends requests that wait for memory."""
@@ -427,8 +429,8 @@ def authenticate(
         tenant = ANONYMOUS_TENANT
     else:
         tenant = api_keys.tenant(key)
+        state.active_tenants.touch(tenant.name)
     request.scope[TENANT_SCOPE_KEY] = tenant
-    state.active_tenants.touch(tenant.name)
     connection: Connection | None = request.scope.get(CONNECTION_SCOPE_KEY)
     if connection is not None:
         connection.accept(tenant, api_keys is not None)

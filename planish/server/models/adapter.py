@@ -158,13 +158,13 @@ class ModelAdapter:
         """Return what the client does if this model cannot be restored."""
         return await self._replay.advice(self.row)
 
-    async def repeat(self, row: RequestRow) -> None:
+    async def replay(self, row: RequestRow) -> None:
         """Repeat the effect of an answered request."""
-        await self._replay.repeat(row, self.state, self.publications.publish_again)
+        await self._replay.replay(row, self.state, self.publications.publish_again)
 
-    async def repeat_failure(self, row: RequestRow, failure: Failed) -> None:
+    async def replay_failure(self, row: RequestRow, failure: Failed) -> None:
         """Repeat the effect of a request that failed before the engine had it."""
-        await self._replay.repeat_failure(row, failure, self.state)
+        await self._replay.replay_failure(row, failure, self.state)
         self.state.last_seq = row.seq
 
     async def close(self, reason: str) -> None:

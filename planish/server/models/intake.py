@@ -1,7 +1,7 @@
 """Which requests a model accepts, and the numbers that it gives them.
 
 A rejected request has used up its number, because the client continues with the next one. The
-journal records it as refused, so that a replay knows of it: after a refused forward_backward the
+journal records it as "refused", so that a replay knows of it: after a rejected forward_backward the
 next optim_step must fail. A request whose number was skipped, because the model stopped waiting for
 it, is rejected as too late.
 
@@ -247,16 +247,16 @@ class ModelIntake:
                 for item in model.queue.skip_missing()
                 if isinstance(item, Request) and item.row.is_unanswered
             ]
-            await self._refuse(waiting, Failed(message, "user"))
+            await self._reject_queued(waiting, Failed(message, "user"))
             model.worker.wake()
 
-    async def _refuse(self, requests: Sequence[Request], failure: Failed) -> None:
-        """Record that queued requests will never run. The worker then answers each with
-        `failure`.
+    async def _reject_queued(self, requests: Sequence[Request], failure: Failed) -> None:
+        """Journal the rejection of queued requests, which will never run. The worker then answers
+        each with `failure`.
         """
         skipped_below = self.model.queue.skipped_below
 
-        def refuse(transaction: Transaction) -> None:
+        def record(transaction: Transaction) -> None:
             update_row(transaction, ModelRow, self.model.id, skipped_below=skipped_below)
             for request in requests:
                 journal.write_answer(transaction, request.row, failure, time.time())
@@ -270,7 +270,7 @@ class ModelIntake:
                 error_class=failure.error_class,
             )
         self.model.skip_below(skipped_below)
-        await self._store.write_with_retries(refuse)
+        await self._store.write_with_retries(record)
 
     async def _use_up_seq(self, seq: int, error: Exception, kind: str) -> None:
         """Journal a rejected request. Do nothing if its number is used already, or if the model is

@@ -168,11 +168,11 @@ class ModelActor:
             match item:
                 case RequestRow():
                     await self.in_flight.wait_until_idle()
-                    await self.adapter.repeat(item)
+                    await self.adapter.replay(item)
                 case Request(row=RequestRow(state="refused") as row):
                     await self.in_flight.wait_until_idle()
                     self._settle(item, row.failure, state="refused")
-                    await self.adapter.repeat(row)
+                    await self.adapter.replay(row)
                 case Request(row=RequestRow(kind="unload_model")):
                     await self.in_flight.wait_until_idle()
                     await self.close("it was unloaded")
@@ -193,7 +193,7 @@ class ModelActor:
             raise
         except Exception as error:  # the engine has not run the request
             failure = failed_from_error(error)
-            await self.adapter.repeat_failure(request.row, failure)
+            await self.adapter.replay_failure(request.row, failure)
             await self.in_flight.wait_until_idle()
             if request.seq == 0:
                 await self.close(f"the model could not be created ({error})")
@@ -326,9 +326,9 @@ class ModelActor:
         await self.adapter.remove_from_engine()
         self._cache.discard(self.adapter)
         failure = failed_from_error(error)
-        self._refuse((*self.in_flight.running.values(), *iter(self.queue.take, None)), failure)
+        self._reject_all((*self.in_flight.running.values(), *iter(self.queue.take, None)), failure)
 
-    def _refuse(self, items: Iterable[QueueItem], failure: Failed) -> None:
+    def _reject_all(self, items: Iterable[QueueItem], failure: Failed) -> None:
         for item in items:
             if isinstance(item, Request):
                 self._settle(item, failure, state="refused")
@@ -348,7 +348,7 @@ class ModelActor:
         self.worker.is_closed = True
         self._forget(self.id)
         failure = Failed(f"model_id={self.id!r} is closed: {reason}", "user")
-        self._refuse(self.queue.skip_missing(), failure)
+        self._reject_all(self.queue.skip_missing(), failure)
         await self.adapter.delete()
         self._cache.discard(self.adapter)
 

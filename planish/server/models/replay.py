@@ -141,10 +141,10 @@ class Replay:
     _counters: Counters
 
     async def restore(
-        self, row: ModelRow, next_seq: int, adapter: AdapterState, republish: Republish
+        self, row: ModelRow, next_seq: int, state: AdapterState, republish: Republish
     ) -> None:
         """Create the model of `row` in the engine from its snapshot, and repeat the requests below
-        `next_seq` that were answered since. `adapter` is updated along the way. Raise
+        `next_seq` that were answered since. `state` is updated along the way. Raise
         DamagedFileError if a file was altered or removed.
         """
         snapshot_seq = row.last_snapshot
@@ -159,12 +159,12 @@ class Replay:
                 )
                 async with self._crash_guard.running(row.id):
                     await self._engine.perform(creation)
-                adapter.last_seq = snapshot_seq
+                state.last_seq = snapshot_seq
             crash_point("loaded before replay")
             rows = await self._store.read(journal.requests_of_model, row.id, snapshot_seq)
             for request_row in rows:
                 if request_row.seq < next_seq:
-                    await self.repeat(request_row, adapter, republish)
+                    await self.replay(request_row, state, republish)
                     crash_point("between replayed operations")
         except (DamagedFileError, CheckpointError) as error:
             _log.error("%s cannot be loaded until the file is restored: %s", row.id, error)
@@ -185,26 +185,26 @@ class Replay:
             return "Create a new client; this model has no checkpoint"
         return f"Create a new client from your last checkpoint, {saved[0].checkpoint.tinker_path}"
 
-    async def repeat(self, row: RequestRow, adapter: AdapterState, republish: Republish) -> None:
-        """Repeat the effect of an answered request on a model, and update `adapter`."""
+    async def replay(self, row: RequestRow, state: AdapterState, republish: Republish) -> None:
+        """Repeat the effect of an answered request on a model, and update `state`."""
         assert not row.is_unanswered, row
-        adapter.last_seq = row.seq
-        adapter.cost.requests += 1
+        state.last_seq = row.seq
+        state.cost.requests += 1
         if row.is_replayed:
             async with self._crash_guard.running(row.id):
                 operation = await self._request_log.read_operation(row)
                 if isinstance(operation, PublishSampler):
                     await republish(row.seq, operation)
                 else:
-                    await self._run_again(row, operation, adapter)
+                    await self._run_again(row, operation, state)
             self._counters.replayed_requests += 1
-            adapter.cost.num_changes += 1
-            adapter.cost.bytes += row.body_bytes
+            state.cost.num_changes += 1
+            state.cost.bytes += row.body_bytes
         elif row.state != "done":
-            await self.repeat_failure(row, row.failure, adapter)
+            await self.replay_failure(row, row.failure, state)
 
     async def _run_again(
-        self, row: RequestRow, operation: Operation[Any], adapter: AdapterState
+        self, row: RequestRow, operation: Operation[Any], state: AdapterState
     ) -> None:
         """Run an answered operation again. Loads read the private copy that their first run
         made.
@@ -215,10 +215,10 @@ class Replay:
                 operation = replace(operation, from_path=copy)
             case LoadWeights(path=path):
                 operation = replace(operation, path=private_copy_path(row.owner, row.seq, path))
-                adapter.has_gradient = False
+                state.has_gradient = False
             case _:
                 pass
-        adapter.note_gradient(operation)
+        state.note_gradient(operation)
         try:
             result: Any = await self._engine.perform(operation)
         except UserError as error:
@@ -229,17 +229,17 @@ class Replay:
                 f"the journal contradicts itself: the first run applied {row.id}, but a request "
                 f"before it is stored as failed, so the step cannot be repeated: {error}"
             ) from error
-        if isinstance(operation, OptimStep) and not adapter.has_warned:
-            adapter.has_warned = not await is_reproduced(self._store, row, result)
+        if isinstance(operation, OptimStep) and not state.has_warned:
+            state.has_warned = not await is_reproduced(self._store, row, result)
 
-    async def repeat_failure(self, row: RequestRow, failure: Failed, adapter: AdapterState) -> None:
+    async def replay_failure(self, row: RequestRow, failure: Failed, state: AdapterState) -> None:
         """Repeat the effect of a request that failed with `failure`. A failed forward_backward
         makes the next optim_step fail. A failed optim_step clears the gradient. Other failures have
         no effect.
         """
         if row.kind not in ("forward_backward", "optim_step"):
             return
-        adapter.has_gradient = row.kind == "forward_backward"
+        state.has_gradient = row.kind == "forward_backward"
         # A DeferredForwardBackward gets its data from a future. This future has an error, so the
         # engine rejects the next optim_step, as in the first run.
         failed_data: Future[Sequence[Datum]] = Future()
@@ -252,9 +252,9 @@ class Replay:
             with suppress(ValueError):
                 await self._engine.perform(OptimStep(row.owner, AdamParams()))
 
-    def is_snapshot_due(self, adapter: AdapterState) -> bool:
+    def is_snapshot_due(self, state: AdapterState) -> bool:
         """Return whether the replay of the model would be too long without a new snapshot."""
-        return adapter.cost.exceeds(self._settings)
+        return state.cost.exceeds(self._settings)
 
     async def submit_snapshot(self, model_id: str, seq: int) -> asyncio.Future[SaveWeightsResponse]:
         """Queue a snapshot after request `seq`. Errors are raised by the future."""

@@ -19,7 +19,7 @@ from planish.server.request import Request
 T = TypeVar("T")
 
 QueueItem = Request | RequestRow
-"""A request to run, or the row of an answered request whose effect must be repeated."""
+"""A request to run, or the row of an answered request whose effect must be replayed."""
 
 
 class RequestQueue(Generic[T]):

@@ -73,6 +73,8 @@ class RequestSubmitter:
         """Give a training operation to the engine."""
         submitted_at = self.clock.now()
         future = await self._engine.submit(operation)
+        # The operation stays in memory until its answer, but `request_memory_bytes` limits only the
+        # operations of waiting requests.
         self._request_log.release_operation(request)
         return SubmittedRequest(request, operation, future, submitted_at)
 

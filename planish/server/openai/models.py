@@ -174,7 +174,7 @@ class OpenAIModels:
         state: HttpState = request.app.state.http
         turn = await self._tokenizing_queue.acquire_slots(tenant.name, len(body), len(body))
         try:
-            if guard.is_inactive:
+            if not guard.is_active:
                 return await asyncio.to_thread(state.paced, tenant, work)
             key = f"text of {tenant.name}:{hashlib.sha256(body).hexdigest()[:32]}"
             async with guard.running(key):
@@ -225,7 +225,7 @@ class OpenAIModels:
         """Raise ValueError if an operation is invalid, and TooManyRequests or Unavailable if the
         operations cannot be accepted now. Cancelling the call ends the compilation of a constraint.
         """
-        self.server.rate_limiter.check(tenant.name, 0)
+        self.server.tenant_limits.check(tenant.name, 0)
         for operation in operations:
             await self.server.sampling.check(tenant, model.base_model, operation)
 
@@ -233,16 +233,16 @@ class OpenAIModels:
         """Sample from the sampler `sampler_id`, which replaces `operation.sampler_id`. Cancelling
         the call cancels the request.
         """
-        self.server.rate_limiter.add_request(tenant.name, 0)
+        self.server.tenant_limits.add_request(tenant.name, 0)
         self._running_requests[sampler_id] += 1
         try:
-            self.server.rate_limiter.use_tokens(tenant.name, operation.prompt.length)
+            self.server.tenant_limits.use_tokens(tenant.name, operation.prompt.length)
             self.server.engine.check_open()
             return await self.server.sampling.sample(
                 tenant, replace(operation, sampler_id=sampler_id)
             )
         finally:
-            self.server.rate_limiter.remove_request(tenant.name, 0)
+            self.server.tenant_limits.remove_request(tenant.name, 0)
             self._running_requests[sampler_id] -= 1
             if not self._running_requests[sampler_id]:
                 del self._running_requests[sampler_id]

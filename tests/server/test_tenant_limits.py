@@ -3,13 +3,13 @@
 import pytest
 
 from planish.errors import UserError
-from planish.server.durable.request_log import TenantRateLimiter
 from planish.server.results import TooManyRequests
 from planish.server.settings import ServerSettings
+from planish.server.tenant_limits import TenantLimits
 
 
 def test_unanswered_requests_are_limited():
-    limits = TenantRateLimiter(ServerSettings(max_queued_requests=2))
+    limits = TenantLimits(ServerSettings(max_queued_requests=2))
     for _ in range(2):
         limits.check("a", 1)
         limits.add_request("a", 1)
@@ -22,7 +22,7 @@ def test_unanswered_requests_are_limited():
 
 
 def test_waiting_bytes_are_limited_but_one_request_is_always_accepted():
-    limits = TenantRateLimiter(ServerSettings(max_queued_bytes=100))
+    limits = TenantLimits(ServerSettings(max_queued_bytes=100))
     limits.check("a", 1000)
     limits.add_request("a", 1000)
     with pytest.raises(TooManyRequests, match="1,000 bytes"):
@@ -36,7 +36,7 @@ def test_waiting_bytes_are_limited_but_one_request_is_always_accepted():
 
 def test_the_token_budget_refills_over_time():
     now = 0.0
-    limits = TenantRateLimiter(ServerSettings(max_tokens_per_minute=600), clock=lambda: now)
+    limits = TenantLimits(ServerSettings(max_tokens_per_minute=600), clock=lambda: now)
     limits.use_tokens("a", 650)
     with pytest.raises(TooManyRequests, match="600 tokens per minute") as refused:
         limits.check("a", 1)
