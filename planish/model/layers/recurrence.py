@@ -112,24 +112,30 @@ def state_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 def sampling_workspace_bytes(
     config: ModelConfig, dtype: torch.dtype, max_samples: int, max_rows: int
 ) -> int:
-    """Return the estimated bytes of workspace that recurrent layers need in a sampler step.
+    """Return the estimated bytes of recurrent states in a sampler step.
 
     `max_samples`: the maximum number of samples in a decoding step. `max_rows`: the maximum number
-    of rows in a prefill. The workspace contains the float32 inputs of one layer, three matrices per
-    head of each sequence, and the states at the ends of the prefill's chunks.
+    of rows in a prefill. The states are three matrices per head of each sequence, and those at the
+    ends of the prefill's chunks.
     """
     recurrence = config.recurrence
     if recurrence is None:
         return 0
-    num_heads, key_dim, value_dim = recurrence.matrix_shape
-    # A gated delta net has its keys once for each value head.
-    head_size = key_dim if config.delta_net is not None else value_dim
-    input_bytes = 4 * 6 * max_rows * (recurrence.channels + num_heads * head_size)
-    return (
-        4 * 3 * max_samples * prod(recurrence.matrix_shape)
-        + input_bytes
-        + max_rows // STATE_CHUNK * state_bytes(config, dtype)
-    )
+    matrix_bytes = 4 * 3 * max_samples * prod(recurrence.matrix_shape)
+    return matrix_bytes + max_rows // STATE_CHUNK * state_bytes(config, dtype)
+
+
+def sampling_bytes_per_row(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the estimated bytes that a gated delta net needs in a prefill, per row.
+
+    They are the residual stream, the inputs of the layer and of the recurrence, and the float32
+    tensors of the convolution. The result is 0 for a model without gated delta nets.
+    """
+    if config.delta_net is None:
+        return 0
+    channels, (num_heads, _, value_dim) = config.delta_net.channels, config.delta_net.matrix_shape
+    num_inputs = 2 * config.hidden_size + channels + num_heads * value_dim
+    return 4 * (2 * config.hidden_size + 5 * channels) + dtype.itemsize * num_inputs
 
 
 def activation_bytes_per_row(config: ModelConfig, dtype: torch.dtype) -> int:

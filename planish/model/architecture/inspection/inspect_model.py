@@ -223,7 +223,8 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
         weight_shapes = tuple((n, tuple(w.shape)) for n, w in model.named_parameters())
         base_name = base_model_name(layers_name)
         base = model.get_submodule(text_part_name(layers_name, is_multimodal))
-        calls, stored = record_attention(model, base, decoder_layers, max_context)
+        recorder = record_attention(model, base, decoder_layers, max_context)
+        calls = recorder.calls
         mixer_names = list(_names_in_layers(calls, layers_name))
         attention_layers = tuple(map(layer_of, mixer_names))
         _check_one_call_per_layer(attention_layers, text_config, set(map(layer_of, recurrent)))
@@ -248,7 +249,8 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
             kv_numbers=_kv_numbers(calls),
             attention_layers=attention_layers,
             weight_shapes=weight_shapes,
-            stored=stored,
+            stored=tuple(map(tuple, recorder.stored[:-1])),
+            workspace=tuple(recorder.workspace),
             settings_digest=settings_digest,
             head_scale=head_function.scale,
             vision=vision,

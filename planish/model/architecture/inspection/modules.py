@@ -100,6 +100,8 @@ class HFModules:
     recurrence of Mamba-2: the number of values in the model's dtype, and the bytes of other dtypes
     if that dtype has 16 bits.
     """
+    workspace: tuple[int, ...]
+    """What the layers need per token without a backward pass, at the peak, in the same two parts."""
     settings_digest: str
     """A hash of the fields of config.json that determine logits."""
     head_scale: float = 1.0

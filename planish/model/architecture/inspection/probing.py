@@ -55,13 +55,18 @@ class AttentionCall:
 
 class LayerRecorder:
     """Records the calls of the attention in a bfloat16 model on torch's meta device, as an attention
-    function of transformers that computes nothing. Also counts what each layer stores.
+    function of transformers that computes nothing. Also counts what each layer stores, after
+    `counts_stored` is set, and what is alive, before.
     """
 
     def __init__(self, model: Any, layers: Sequence[Any]) -> None:
         self._layer, self._storages = 0, dict[int, Any]()  # kept, so that addresses are unique
         self.stored = [[0, 0] for _ in (*layers, None)]
         """`HFModules.stored` of each layer, and of what follows the layers."""
+        self.workspace = [0, 0]
+        """`HFModules.workspace`."""
+        self.counts_stored = False
+        self._live: dict[Any, tuple[int, int]] = {}
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(partial(self._begin, index))
             layer.register_forward_hook(partial(self._begin, index + 1))
@@ -88,6 +93,10 @@ class LayerRecorder:
 
         `query`, `key`, `value`: [1, heads, tokens, head size].
         """
+        copies = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]
+        out = self._trained(query.new_empty(1, *copies[0].shape[:2], value.shape[3]))
+        if not self.counts_stored:
+            return out, None
         unknown = [
             name
             for name, argument in others.items()
@@ -118,16 +127,15 @@ class LayerRecorder:
                 source,
             )
         )
-        shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-        for x in (query, key, value):
-            self.store(x[0].transpose(0, 1).contiguous())
+        for x in (*copies, out):
+            self.store(x)
         self.stored[self._layer][1] += 4 * query.shape[1]  # the log-sum-exp
-        return self.store(_trained(query.new_empty(shape))), None
+        return out, None
 
     def linear(self, _: Any, args: tuple[Any, ...], out: Any) -> Any:
         """Count the input of a linear, which an adapter trains. Return its output with a gradient."""
         self.store(args[0])
-        return _trained(out)
+        return self._trained(out)
 
     def experts(
         self, experts: Any, size: int, hidden_states: Any, top_k_index: Any, *_: Any
@@ -136,13 +144,28 @@ class LayerRecorder:
 
         `size`: the columns of the first linear.
         """
-        inputs = hidden_states.new_empty(top_k_index.numel(), hidden_states.shape[-1])
-        gate_up = _trained(inputs.new_empty(len(inputs), size))
+        gate_up = self._trained(hidden_states.new_empty(top_k_index.numel(), size))
         activations = experts._apply_gate(gate_up) if experts.has_gate else experts.act_fn(gate_up)
-        # The sum multiplies float32 outputs by their weights.
-        for x in (inputs, activations, inputs.float()):
-            self.store(x)
-        return _trained(hidden_states)
+        # The outputs have the size of the inputs.
+        outputs = hidden_states.new_empty(len(gate_up), hidden_states.shape[-1])
+        if self.counts_stored:
+            # The sum multiplies float32 outputs by their weights.
+            for x in (outputs, activations, outputs.float()):
+                self.store(x)
+        return self._trained(hidden_states)
+
+    def mamba2(self, source: Any, hidden_states: Any, *_: Any, **__: Any) -> Any:
+        """Return an output in the place of a Mamba-2 mixer, whose convolution makes such tensors."""
+        x = source.in_proj(hidden_states)[..., : source.conv_dim]
+        _ = [x.clone(), *(x.float() for _ in range(4))]
+        return self._trained(hidden_states)
+
+    def _trained(self, x: Any) -> Any:
+        """Return a tensor like x that has a gradient, and is no leaf, so code may change it in place.
+
+        Return x if gradients are disabled.
+        """
+        return x.new_empty(x.shape).requires_grad_().clone() if self.counts_stored else x
 
     def _begin(self, layer: int, *_: Any) -> None:
         self._layer = layer
@@ -150,22 +173,37 @@ class LayerRecorder:
     def store(self, tensor: Any) -> Any:
         """Count the storage of a tensor of activations once, and return the tensor."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._storages and tensor.numel() % _PROBE_TOKENS == 0:
+        if self.counts_stored and storage._cdata not in self._storages:
             self._storages[storage._cdata] = storage
-            size, is_other = storage.nbytes() // _PROBE_TOKENS, tensor.itemsize != 2
-            self.stored[self._layer][is_other] += size if is_other else size // 2
+            sizes = zip(self.stored[self._layer], _size(tensor), strict=True)
+            self.stored[self._layer] = [sum(parts) for parts in sizes]
         return tensor
 
+    def made(self, tensors: Sequence[Any]) -> None:
+        """Count the live activations after an operation that made some tensors."""
+        from torch.multiprocessing.reductions import StorageWeakRef
 
-def _trained(x: Any) -> Any:
-    """Return a tensor like x that has a gradient, and is no leaf, so code may change it in place."""
-    return x.new_empty(x.shape).requires_grad_().clone()
+        self._live |= {StorageWeakRef(x.untyped_storage()): _size(x) for x in tensors}
+        self._live = {ref: size for ref, size in self._live.items() if not ref.expired()}
+        sizes = [sum(parts) for parts in zip((0, 0), *self._live.values(), strict=True)]
+        self.workspace = max(self.workspace, sizes, key=lambda parts: 2 * parts[0] + parts[1])
+
+
+def _size(x: Any) -> tuple[int, int]:
+    """Return the bfloat16 values per token of a tensor's storage, and its bytes of other dtypes.
+
+    Both are 0 for other tensors than activations. A mask has a row and a column for each token.
+    """
+    if x.numel() % _PROBE_TOKENS or x.numel() % _PROBE_TOKENS**2 == 0:
+        return 0, 0
+    num_bytes = x.untyped_storage().nbytes() // _PROBE_TOKENS
+    return (num_bytes // 2, 0) if x.itemsize == 2 else (0, num_bytes)
 
 
 def record_attention(
     model: Any, base: Any, layers: Sequence[Any], max_context: int
-) -> tuple[list[AttentionCall], tuple[tuple[int, ...], ...]]:
-    """Run a model without weights. Return the calls of its attention, and `HFModules.stored`.
+) -> LayerRecorder:
+    """Run a model without weights. Return a record of its attention and of its memory.
 
     `base`: the part of the model below its head. `layers`: its decoder layers. Their
     experts are replaced, because they need the values of the router. Raises
@@ -175,6 +213,8 @@ def record_attention(
     import inspect
 
     import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
     if "position_ids" not in inspect.signature(base.forward).parameters:
@@ -188,6 +228,12 @@ def record_attention(
             part = super().__getitem__(index).as_subclass(RecordedMask)
             part.planish_mask = self.planish_mask
             return part
+
+    class LiveTensors(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            made = func(*args, **(kwargs or {}))
+            recorder.made([x for x in tree_leaves(made) if isinstance(x, torch.Tensor)])
+            return made
 
     def recorded_mask(mask_function: Any, **arguments: Any) -> torch.Tensor:
         shape = (1, 1, _PROBE_TOKENS, _PROBE_TOKENS)
@@ -209,9 +255,7 @@ def record_attention(
             sizes = getattr(module, expert_linear_names(module)[0]).shape[1:]
             module.forward = partial(recorder.experts, module, sizes[module.is_transposed])
         elif is_mamba2(module):
-            module.forward = lambda hidden_states, *_, **__: recorder.linear(
-                None, (hidden_states,), hidden_states
-            )
+            module.forward = partial(recorder.mamba2, module)
     AttentionInterface.register("planish_recorder", recorder)  # type: ignore[arg-type]
     AttentionMaskInterface.register("planish_recorder", recorded_mask)
     model.config._attn_implementation = "planish_recorder"
@@ -227,7 +271,11 @@ def record_attention(
         ):
             tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
             positions = torch.arange(_PROBE_TOKENS)[None]
-            base.bfloat16()(tokens, position_ids=positions, use_cache=False)
+            base.bfloat16()
+            with torch.no_grad(), LiveTensors():
+                base(tokens, position_ids=positions, use_cache=False)
+            recorder.counts_stored = True
+            base(tokens, position_ids=positions, use_cache=False)
     except UnsupportedError:
         raise
     except Exception as error:  # Modelling code raises many kinds of errors.
@@ -235,7 +283,7 @@ def record_attention(
             f"its code does not run without values ({first_line(error)}), so planish cannot find "
             "out how it uses attention"
         ) from error
-    return recorder.calls, tuple(map(tuple, recorder.stored[:-1]))
+    return recorder
 
 
 def _read_mask(mask_function: Any, max_context: int) -> CausalMask:
