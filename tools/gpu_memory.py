@@ -26,6 +26,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LENGTHS = (512, 1024)
+RECURRENT_LENGTHS = (64, 128)
+"""Those of gated delta nets, whose positions are computed one after another."""
 LONG = 32_768
 """The length to which the two measured ones are scaled."""
 SIZES: dict[str, Any] = {
@@ -42,6 +44,17 @@ SIZES: dict[str, Any] = {
     "expert_size": 256,
 }
 """Sizes of a model in which the activations of layers are larger than everything else."""
+DELTA_NET = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+"""Gated delta nets with many channels, and with states that fit into one block at LONG tokens."""
+SEGMENT = 32
+"""The tokens of each sequence of a micro-batch of a recurrent model. For longer sequences, a
+backward pass has fewer states at a time than the plan, which is for any micro-batch.
+"""
 TRANSFORMERS_SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "num_attention_heads": 4,
@@ -83,9 +96,9 @@ MODES = {
 RANK = 8
 LIMITS = (0.85, 1.15)
 WIDE_LIMITS = (0.75, 1.15)
-"""Those of a prefill, and of layers in groups, whose plans are up to a quarter too large."""
-TRANSFORMERS_LIMITS = (0.4, 1.15)
-"""Those of a prefill by modelling code, whose layers are planned as those of planish's decoder."""
+"""Those of layers in groups, and of a prefill by planish's decoder, whose plans are up to a quarter
+too large.
+"""
 
 
 class MemoryCounter:
@@ -123,8 +136,10 @@ class MemoryCounter:
         return 0 if storage is None else storage.nbytes()
 
 
-def training_peaks(model: Path, marks: Any, mode: Mode) -> tuple[Any, list[int]]:
-    """Return the base model, and the peak of training one sequence of each of LENGTHS.
+def training_peaks(
+    model: Path, marks: Any, mode: Mode, lengths: Sequence[int]
+) -> tuple[Any, list[int]]:
+    """Return the base model, and the peak of training one sequence of each of `lengths`.
 
     The weights, the adapter and its gradient are not part of the peak.
     """
@@ -141,18 +156,23 @@ def training_peaks(model: Path, marks: Any, mode: Mode) -> tuple[Any, list[int]]
     layout = LoraLayout(base.config, LoraConfig(rank=RANK, seed=0))
     adapter = Adapter(layout, base.backend, layout.init(0))
     rng, peaks = np.random.default_rng(0), []
-    for length in LENGTHS:
-        tokens = rng.integers(0, 250, length + 1)
-        inputs = {
-            "target_tokens": tokens[1:],
-            "logprobs": np.full(length, -5.0, np.float32),
-            "advantages": np.ones(length, np.float32),
-        }
-        datum = Datum(ModelInput.from_ints(tokens[:-1].tolist()), inputs)
+    is_split = base.config.delta_net is not None and not mode.recompute
+    for num_tokens in lengths:
+        length = SEGMENT if is_split else num_tokens
+        data = []
+        for first in range(num_tokens // length):
+            # Different first tokens, since a common beginning is computed once.
+            tokens = np.array([first, *rng.integers(0, 250, length)])
+            inputs = {
+                "target_tokens": tokens[1:],
+                "logprobs": np.full(length, -5.0, np.float32),
+                "advantages": np.ones(length, np.float32),
+            }
+            data.append(Datum(ModelInput.from_ints(tokens[:-1].tolist()), inputs))
         previous, counter = marks.observer, MemoryCounter(marks)
         before = counter.live_bytes()
         marks.observer = counter
-        for _ in base.trainer.forward_backward(adapter, [datum], "importance_sampling"):
+        for _ in base.trainer.forward_backward(adapter, data, "importance_sampling"):
             pass
         marks.observer = previous
         peaks.append(counter.peak - before - 4 * layout.size)
@@ -179,7 +199,7 @@ def load(model: Path, *, recompute: bool) -> Any:
     return BaseModel(model, settings, DeviceMemory(settings).claim(model))
 
 
-def prefill_ratio(model: Path, marks: Any) -> float:
+def prefill_ratio(model: Path, marks: Any, lengths: Sequence[int]) -> float:
     """Return the ratio of the simulated workspace of each further token of a prompt to the plan.
 
     The workspace is what the step has freed at its end, so keys and values are no part of it.
@@ -195,7 +215,7 @@ def prefill_ratio(model: Path, marks: Any) -> float:
     layout = LoraLayout(base.config, LoraConfig(rank=RANK, seed=0))
     weights = Adapter(layout, base.backend, layout.init(0)).snapshot()
     found, planned = [], []
-    for length in LENGTHS:
+    for length in lengths:
         prompt = ModelInput.from_ints(rng.integers(0, 250, length).tolist())
         params = SamplingParams(max_tokens=2, stop=[], seed=0)
         base.sampler.submit(Sample("memory", prompt, 1, params), weights, "", Future())
@@ -211,20 +231,22 @@ def prefill_ratio(model: Path, marks: Any) -> float:
     return (found[1] - found[0]) / (planned[1] - planned[0])
 
 
-def training_ratios(model: Path, marks: Any, mode: Mode) -> tuple[float, float]:
+def training_ratios(
+    model: Path, marks: Any, mode: Mode, lengths: Sequence[int]
+) -> tuple[float, float]:
     """Return the ratios of the simulated peak to the planned activations.
 
     One is that of the longest measured sequence, and the other is scaled to LONG tokens.
     """
     from planish.engine.training.trainer_settings import TrainerSettings
 
-    base, (short, long) = training_peaks(model, marks, mode)
+    base, (short, long) = training_peaks(model, marks, mode, lengths)
     settings = base.trainer.settings if mode.recompute else TrainerSettings(LONG)
-    sizes = [settings.layers_per_checkpoint(base.backend, n) for n in (LENGTHS[1], LONG)]
+    sizes = [settings.layers_per_checkpoint(base.backend, n) for n in (lengths[1], LONG)]
     if (sizes[0] > 1) != mode.shares or sizes[0] != sizes[1]:
         raise AssertionError(f"{mode} has groups of {sizes} layers")
-    scaled = long + (long - short) / (LENGTHS[1] - LENGTHS[0]) * (LONG - LENGTHS[1])
-    planned = [settings.activation_bytes(base.backend, n, RANK) for n in (LENGTHS[1], LONG)]
+    scaled = long + (long - short) / (lengths[1] - lengths[0]) * (LONG - lengths[1])
+    planned = [settings.activation_bytes(base.backend, n, RANK) for n in (lengths[1], LONG)]
     return long / planned[0], scaled / planned[1]
 
 
@@ -251,11 +273,21 @@ def measure(
         patch.setitem(checks, "default", checks["none"])
         with on_pretended_gpu() as marks:
             for (family, name), model in models.items():
-                marks.observer = MemoryCounter(marks)
+                marks.observer, lengths = MemoryCounter(marks), lengths_of(family)
                 if name == "prefill":
-                    yield family, name, [prefill_ratio(model, marks)]
+                    yield family, name, [prefill_ratio(model, marks, lengths)]
                 else:
-                    yield family, name, training_ratios(model, marks, MODES[name])
+                    yield family, name, training_ratios(model, marks, MODES[name], lengths)
+
+
+def lengths_of(family: str) -> tuple[int, int]:
+    """Return the two measured lengths of a family."""
+    return RECURRENT_LENGTHS if is_recurrent(family) else LENGTHS
+
+
+def is_recurrent(family: str) -> bool:
+    """Return whether a family has gated delta nets."""
+    return family.startswith("qwen3_5")
 
 
 def write_model(directory: Path, family: str, mode: Mode) -> Path:
@@ -268,7 +300,8 @@ def write_model(directory: Path, family: str, mode: Mode) -> Path:
         return tiny_transformers_model(directory, family, **TRANSFORMERS_SIZES)
     # The choice of experts is interpreted, which is slow.
     layers = 2 if "moe" in family and not mode.shares else mode.layers
-    return tiny_model(directory, family, layers=layers, **SIZES)
+    delta_net = DELTA_NET if is_recurrent(family) else None
+    return tiny_model(directory, family, layers=layers, delta_net=delta_net, **SIZES)
 
 
 def main() -> int:
@@ -283,11 +316,10 @@ def main() -> int:
     sys.path += [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "engine")]
     wrong = []
     for family, name, ratios_by_length in measure(arguments.families, arguments.modes):
-        for length, ratio in zip((LENGTHS[1], LONG), ratios_by_length, strict=False):
+        for length, ratio in zip((lengths_of(family)[1], LONG), ratios_by_length, strict=False):
             print(f"{family}, {name}, {length:,} tokens: {ratio:.3f}", flush=True)
-            limits = WIDE_LIMITS if name in ("prefill", "in groups") else LIMITS
-            if name == "prefill" and family in TRANSFORMERS_FAMILIES:
-                limits = TRANSFORMERS_LIMITS
+            is_wide = name == "in groups" or (name == "prefill" and family in FAMILIES)
+            limits = WIDE_LIMITS if is_wide else LIMITS
             if not limits[0] <= ratio <= limits[1]:
                 wrong.append(family)
     return int(bool(wrong))

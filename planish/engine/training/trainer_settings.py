@@ -5,7 +5,9 @@
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil
+from operator import add
 
 from planish.model.kernels.interface.backend import Backend
 from planish.model.layers.lora import fused_modules, padded_lora_columns
@@ -56,23 +58,12 @@ class TrainerSettings:
         layer or of the head. `num_tokens`: size of the micro-batch, by default
         `micro_batch_tokens`. `rank`: the LoRA rank.
         """
-        config = backend.config
+        config, itemsize = backend.config, backend.dtype.itemsize
         num_tokens = self.micro_batch_tokens if num_tokens is None else num_tokens
-        itemsize = backend.dtype.itemsize
         logit_itemsize = backend.training_logits_dtype.itemsize
-        bytes_by_layer = self._bytes_by_layer(backend, rank)
-        layer_bytes = max(bytes_by_layer)
-        # The backward pass of a layer needs the gradients of about two fifths of what the layer
-        # stores, and those of all pairs of a row and an expert. Modelling code stores more.
-        pair_bytes = itemsize * (3 * config.hidden_size + 4 * config.expert_size)
-        if config.activation == "clamped_swiglu":
-            # torch computes its gradient from six float32 tensors.
-            pair_bytes = max(pair_bytes, (6 * 4 + 3 * itemsize) * config.expert_size)
-        temporary_bytes = (
-            max(layer_bytes * 2 // 5, config.experts_per_token * pair_bytes)
-            if config.hf is None
-            else layer_bytes // 3
-        )
+        layers = range(config.num_layers)
+        layer_bytes = [num_tokens * size for size in self._bytes_by_layer(backend, rank)]
+        temporary_bytes = [self._temporary_bytes(backend, num_tokens, rank, i) for i in layers]
         # The logits of one chunk of rows exist beside their gradient in the dtype of the matmuls.
         chunk_bytes = min(num_tokens, backend.head_rows) * config.vocab_size
         chunk_bytes *= logit_itemsize + itemsize
@@ -82,13 +73,46 @@ class TrainerSettings:
             if not self.offloads(num_tokens):
                 num_groups = ceil(config.num_layers / group_size)
                 stored_bytes = num_tokens * num_groups * input_bytes(backend)
-            backward_layer_bytes = num_tokens * (group_size * layer_bytes + temporary_bytes)
+            groups = [slice(first, first + group_size) for first in layers[::group_size]]
+            peak_bytes = stored_bytes + max(
+                sum(layer_bytes[group]) + max(temporary_bytes[group]) for group in groups
+            )
         else:
-            stored_bytes = num_tokens * sum(bytes_by_layer)
-            backward_layer_bytes = num_tokens * temporary_bytes
+            stored_bytes = sum(layer_bytes)
             chunk_bytes += num_tokens * logit_itemsize * config.vocab_size
-        backward_layer_bytes += backward_bytes(config, num_tokens)
-        return stored_bytes + max(backward_layer_bytes, chunk_bytes)
+            # The backward pass of a layer has freed the tensors of later layers.
+            peak_bytes = max(map(add, accumulate(layer_bytes), temporary_bytes))
+        return max(peak_bytes, stored_bytes + chunk_bytes)
+
+    def _temporary_bytes(self, backend: Backend, num_tokens: int, rank: int, layer: int) -> int:
+        """Return the bytes that the backward pass of a layer needs beside what is stored.
+
+        `num_tokens`: the size of the micro-batch.
+        """
+        config, itemsize = backend.config, backend.dtype.itemsize
+        layer_bytes, state_bytes, recurrence_bytes = (
+            self._bytes_of_layer(backend, rank, layer),
+            0,
+            0,
+        )
+        if config.recurrence is not None and layer in config.recurrence.layers:
+            is_alone = num_tokens > self.micro_batch_tokens
+            state_bytes = backward_bytes(config, num_tokens, is_sequence=is_alone)
+            recurrence_bytes = activation_bytes_per_row(config, backend.dtype)
+        if config.hf is not None:
+            return num_tokens * layer_bytes // 3 + state_bytes
+        # The MLP and the attention need the gradients of about two fifths of what the layer stores,
+        # or those of all pairs of a row and an expert.
+        pair_bytes = itemsize * (3 * config.hidden_size + 4 * config.expert_size)
+        if config.activation == "clamped_swiglu":
+            # torch computes its gradient from six float32 tensors.
+            pair_bytes = max(pair_bytes, (6 * 4 + 3 * itemsize) * config.expert_size)
+        row_bytes = max(
+            (layer_bytes - recurrence_bytes) * 2 // 5, config.experts_per_token * pair_bytes
+        )
+        # The backward pass of a recurrence has freed the tensors of the MLP.
+        recurrence_bytes = recurrence_bytes // 2 - self._mlp_bytes(backend, rank, layer)
+        return max(num_tokens * row_bytes, num_tokens * recurrence_bytes + state_bytes)
 
     def layers_per_checkpoint(self, backend: Backend, num_tokens: int) -> int:
         """Return how many layers share a checkpoint in a micro-batch of `num_tokens` tokens.
@@ -114,33 +138,34 @@ class TrainerSettings:
         return [self._bytes_of_layer(backend, rank, i) for i in range(backend.config.num_layers)]
 
     def _bytes_of_layer(self, backend: Backend, rank: int, layer: int) -> int:
-        config = backend.config
-        if config.hf is None:
-            layer_bytes = self._attention_bytes(backend) + self._mlp_bytes(backend, rank, layer)
-        else:
-            num_values, layer_bytes = config.hf.stored[layer]
+        config, itemsize = backend.config, backend.dtype.itemsize
+        is_recurrent = config.recurrence is not None and layer in config.recurrence.layers
+        layer_bytes = activation_bytes_per_row(config, backend.dtype) if is_recurrent else 0
+        if config.hf is not None:
+            num_values, other_bytes = config.hf.stored[layer]
             num_values += padded_lora_columns(rank) * sum(
                 config.experts_per_token if linear.num_experts else 1
                 for linear in config.hf.layers[layer]
             )
-            layer_bytes += backend.dtype.itemsize * num_values
-        if config.recurrence is None or layer not in config.recurrence.layers:
-            return layer_bytes
-        # A recurrent layer is estimated as a layer with attention plus the tensors that only the
-        # recurrence stores.
-        return layer_bytes + activation_bytes_per_row(config, backend.dtype)
+            return layer_bytes + other_bytes + itemsize * num_values
+        if not is_recurrent:
+            layer_bytes = self._attention_bytes(backend)
+        # The inputs of all norms are float32, and the outputs of the two input norms are not.
+        num_norms = config.input_norms + config.output_norms
+        norm_bytes = 2 * (4 * num_norms + itemsize) * config.hidden_size
+        return layer_bytes + norm_bytes + self._mlp_bytes(backend, rank, layer)
 
     def _attention_bytes(self, backend: Backend) -> int:
-        """Return the bytes per token that a layer stores for its norms and its attention."""
+        """Return the bytes per token that a layer stores for its attention and its norms."""
         config = backend.config
         query_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
-        # The inputs of all norms and the log-sum-exp of the attention are float32.
+        # The inputs of the norms and the log-sum-exp of the attention are float32.
         num_float32_values = config.num_heads + (query_size + kv_size) * config.qk_norm
-        num_float32_values += 2 * (config.input_norms + config.output_norms) * config.hidden_size
-        # The other tensors have the dtype of the matmuls: the outputs of both norms, the output of
-        # the fused projection, of which v is a view, q and k after RoPE, and the attention output.
-        num_model_dtype_values = 2 * config.hidden_size + 3 * (query_size + kv_size)
+        # The other tensors have the dtype of the matmuls: the output of the fused projection, of
+        # which v is a view, q and k after RoPE, and the attention output. An output gate stores its
+        # input and its product.
+        num_model_dtype_values = 3 * (query_size + kv_size) + 2 * query_size * config.output_gate
         return 4 * num_float32_values + backend.dtype.itemsize * num_model_dtype_values
 
     def _mlp_bytes(self, backend: Backend, rank: int, layer: int) -> int:

@@ -159,15 +159,18 @@ def activation_bytes_per_row(config: ModelConfig, dtype: torch.dtype) -> int:
     return 4 * float32_size + dtype.itemsize * (delta_net.channels + 4 * value_size)
 
 
-def backward_bytes(config: ModelConfig, num_rows: int) -> int:
+def backward_bytes(config: ModelConfig, num_rows: int, *, is_sequence: bool) -> int:
     """Return the estimated bytes of the states that the backward pass of one layer recomputes.
 
-    `num_rows`: the rows of the micro-batch. The result is 0 for a model without matrices in its
-    states.
+    `num_rows`: the rows of the micro-batch. `is_sequence`: whether they are one sequence. The
+    result is 0 for a model without matrices in its states.
     """
     recurrence = config.recurrence
     matrix_size = 0 if recurrence is None else prod(recurrence.matrix_shape)
-    return 4 * (min(num_rows * matrix_size, MAX_BLOCK_ELEMENTS) + num_rows // BLOCK * matrix_size)
+    block_rows = BLOCK if is_sequence else num_rows
+    num_elements = min(block_rows * matrix_size, MAX_BLOCK_ELEMENTS)
+    # A step needs up to eight matrices per state beside those of the block.
+    return 4 * (num_elements * 5 // 4 + num_rows // BLOCK * matrix_size)
 
 
 @dataclass(frozen=True)
