@@ -52,9 +52,11 @@ def format_size(num_bytes: int | None) -> str:
 
 def format_time(text: str | None) -> str:
     """Return an ISO 8601 time in this machine's time zone; "-" for None."""
-    if text is None:
-        return "-"
-    return datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M")
+    return (
+        "-"
+        if text is None
+        else datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M")
+    )
 
 
 def format_time_left(text: str | None, now: datetime | None = None) -> str:

@@ -313,9 +313,7 @@ def _strings(value: Any) -> list[str]:
         return [value]
     if isinstance(value, Mapping):
         return [text for part in value.values() for text in _strings(part)]
-    if isinstance(value, list):
-        return [text for part in value for text in _strings(part)]
-    return []
+    return [text for part in value for text in _strings(part)] if isinstance(value, list) else []
 
 
 def _with_snippets(reader: RunReader, row: Row) -> Row:

@@ -125,9 +125,7 @@ def has_test_split(collection: ProblemCollection, dataset: str | None) -> bool:
     if dataset is None or dataset == collection.hub_name:
         return collection.has_test_split
     path = Path(dataset).expanduser()
-    if path.is_dir():
-        return has_split(dataset, "test")
-    return not path.is_file()
+    return has_split(dataset, "test") if path.is_dir() else not path.is_file()
 
 
 def hendrycks_train_rows() -> list[Row]:

@@ -117,9 +117,7 @@ def _join_codes_and_scales(
 def _default_output_dtype(
     weight: Tensor | QuantizedWeight, stored_dtype: torch.dtype | None
 ) -> torch.dtype:
-    if isinstance(weight, QuantizedWeight):
-        return torch.bfloat16
-    return stored_dtype or weight.dtype
+    return torch.bfloat16 if isinstance(weight, QuantizedWeight) else stored_dtype or weight.dtype
 
 
 def _stack_experts(tensors: Sequence[MergedTensor]) -> list[MergedTensor | StackedExperts]:

@@ -62,9 +62,7 @@ class Step:
             self.future.set_exception(error)
 
     def _cancel(self) -> bool:
-        if self._attempt is not None:
-            return self._attempt.cancel()
-        return not self._has_begun
+        return self._attempt.cancel() if self._attempt is not None else not self._has_begun
 
 
 class FleetModel:

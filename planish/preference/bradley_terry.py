@@ -69,9 +69,7 @@ def comparison_to_score_data(
     if max_length is not None and any(datum.model_input.length > max_length for datum in data):
         return Batch(num_left_out=1)
     # Formats that leave out the reasoning of earlier answers can make two answers equal.
-    if data[0].model_input == data[1].model_input:
-        return Batch(num_left_out=1)
-    return Batch(data)
+    return Batch(num_left_out=1) if data[0].model_input == data[1].model_input else Batch(data)
 
 
 def bradley_terry_loss(

@@ -51,9 +51,11 @@ class PromptsOfComparisons(PromptBuilder):
             [labeled.comparison.prompt_conversation for labeled in split]
             for split in self.comparison_builder()
         )
-        if self.keep_repeated:
-            return Prompts(train, test)
-        return Prompts(_deduplicate(train), _deduplicate(test))
+        return (
+            Prompts(train, test)
+            if self.keep_repeated
+            else Prompts(_deduplicate(train), _deduplicate(test))
+        )
 
 
 @chz.chz

@@ -261,9 +261,7 @@ class ChatTemplate:
             return {
                 self.guard(key, markers): self.guard_all(one, markers) for key, one in value.items()
             }
-        if isinstance(value, list):
-            return [self.guard_all(one, markers) for one in value]
-        return value
+        return [self.guard_all(one, markers) for one in value] if isinstance(value, list) else value
 
     @cached_property
     def _guarded(self) -> re.Pattern[str] | None:

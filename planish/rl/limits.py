@@ -106,9 +106,11 @@ class RolloutLimits:
         """Return the seconds left of an episode that began at `start_time` on the monotonic clock;
         None = no limit.
         """
-        if self.rollout_timeout_seconds is None:
-            return None
-        return self.rollout_timeout_seconds - (time.monotonic() - start_time)
+        return (
+            None
+            if self.rollout_timeout_seconds is None
+            else self.rollout_timeout_seconds - (time.monotonic() - start_time)
+        )
 
     def max_answer_tokens(self, prompt_tokens: int, sampled_tokens: int) -> int | None:
         """Return the maximum number of tokens in the next answer; None = no limit. `prompt_tokens`
@@ -247,9 +249,11 @@ class TerminationRewardPolicy:
 
     def clamp(self, total_reward: float, stop_reason: str | None) -> float:
         """Return the total reward of an episode with this stop reason: at most 0 after a limit."""
-        if self.zero_reward_on_limit and self.is_limit(stop_reason):
-            return min(total_reward, 0.0)
-        return total_reward
+        return (
+            min(total_reward, 0.0)
+            if self.zero_reward_on_limit and self.is_limit(stop_reason)
+            else total_reward
+        )
 
 
 @chz.chz

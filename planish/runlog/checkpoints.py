@@ -244,9 +244,7 @@ class RunCheckpoints:
         """
         if save_every and done % save_every == 0:
             return self.save_periodic
-        if rolling_save_every and done % rolling_save_every == 0:
-            return self.save_rolling
-        return None
+        return self.save_rolling if rolling_save_every and done % rolling_save_every == 0 else None
 
     def save_periodic(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
         """Save a state from which the run resumes at `batch`, and weights for sampling."""

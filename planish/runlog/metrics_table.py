@@ -94,9 +94,7 @@ def _is_main(key: str, value: float, step_seconds: float) -> bool:
         return False
     if _RARE_EVENT.fullmatch(key):
         return value != 0
-    if key.startswith("time/"):
-        return value >= MIN_TIME_FRACTION * step_seconds
-    return True
+    return value >= MIN_TIME_FRACTION * step_seconds if key.startswith("time/") else True
 
 
 def _section_and_name(key: str) -> tuple[_Section, str]:

@@ -324,9 +324,11 @@ def model_argument(base_model: str, checkpoint: str | None) -> dict[str, Any]:
     """Return the argument of `create_sampling_client` for a checkpoint or the newest state of a run
     directory, or for the base model if `checkpoint` is None.
     """
-    if checkpoint is None:
-        return {"base_model": base_model}
-    return {"model_path": checkpoint_of(checkpoint)}
+    return (
+        {"base_model": base_model}
+        if checkpoint is None
+        else {"model_path": checkpoint_of(checkpoint)}
+    )
 
 
 def weights_of(path: str) -> str:

@@ -127,9 +127,7 @@ class FunctionTool:
         """
         arguments = self._parameters.read(input.arguments)
         value = await call_function(functools.partial(self._callable(), **arguments))
-        if isinstance(value, ToolResult):
-            return value
-        return ToolResult(_as_text(value))
+        return value if isinstance(value, ToolResult) else ToolResult(_as_text(value))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._callable()(*args, **kwargs)

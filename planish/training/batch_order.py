@@ -36,9 +36,7 @@ class BatchOrder:
         for a new run.
         """
         fields = record.extra.get(FIELD) if record is not None else None
-        if fields is None:
-            return cls(steps_done)
-        return cls(fields["next"], deque(fields["running"]))
+        return cls(steps_done) if fields is None else cls(fields["next"], deque(fields["running"]))
 
     def start_step(self) -> int:
         """Return the index of the next step's batch."""

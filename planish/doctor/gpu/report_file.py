@@ -147,9 +147,7 @@ def scrub_all(value: Any) -> Any:
         return scrubbed(value)
     if isinstance(value, Mapping):
         return {scrubbed(str(name)): scrub_all(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [scrub_all(inner) for inner in value]
-    return value
+    return [scrub_all(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def scrubbed(text: str) -> str:

@@ -310,9 +310,7 @@ class RunningSample:
         is still missing at the end of that step, no token is sampled until it is ready.
         """
         grammar = self.grammar
-        if grammar is None or grammar.is_ready:
-            return False
-        return not self.tokens or grammar.is_late
+        return False if grammar is None or grammar.is_ready else not self.tokens or grammar.is_late
 
     @property
     def position(self) -> int:

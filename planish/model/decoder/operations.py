@@ -170,9 +170,7 @@ def gated_activation_forward(backend: Backend, gate_up: Tensor) -> Tensor:
     config = backend.config
     if config.activation == "clamped_swiglu":
         return backend.clamped_swiglu(gate_up, config.swiglu_alpha, config.swiglu_limit)
-    if config.activation == "gelu_tanh":
-        return backend.geglu(gate_up)
-    return backend.swiglu(gate_up)
+    return backend.geglu(gate_up) if config.activation == "gelu_tanh" else backend.swiglu(gate_up)
 
 
 def gated_activation_backward(backend: Backend, grad: Tensor, gate_up: Tensor) -> Tensor:

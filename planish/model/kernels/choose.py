@@ -79,9 +79,9 @@ def choose_backend(
     """
     backend = fastest_backend(config, dtype, device, gpu_families)
     tiling = _row_tiling(backend, deterministic)
-    if tiling is None:
-        return backend
-    return fastest_backend(config, dtype, device, gpu_families, tiling)
+    return (
+        backend if tiling is None else fastest_backend(config, dtype, device, gpu_families, tiling)
+    )
 
 
 def fastest_backend(

@@ -106,9 +106,7 @@ class ExpiryClock:
         self.read()
         begin = self._uptime - seconds
         index = sum(uptime <= begin for uptime, _ in self._readings)
-        if not index:
-            return -math.inf
-        return min(wall for _, wall in self._readings[index - 1 :])
+        return -math.inf if not index else min(wall for _, wall in self._readings[index - 1 :])
 
     def record(self, transaction: Transaction) -> None:
         """Write the readings to the database."""

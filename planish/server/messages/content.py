@@ -139,16 +139,20 @@ def thinking_of(block: Block, where: str) -> str:
 
 def joined(parts: Sequence[dict[str, Any]]) -> str | Sequence[dict[str, Any]]:
     """Return the content of a message with these parts: their text, unless there is an image."""
-    if any(part["type"] == "image" for part in parts):
-        return parts
-    return "".join(part["text"] for part in parts)
+    return (
+        parts
+        if any(part["type"] == "image" for part in parts)
+        else "".join(part["text"] for part in parts)
+    )
 
 
 def part_of(block: Block, where: str) -> dict[str, Any]:
     """Return the part of a message for a block of type text or image."""
-    if block["type"] == "image":
-        return _image_of(block, where)
-    return _text_part(string_of(block, "text", where))
+    return (
+        _image_of(block, where)
+        if block["type"] == "image"
+        else _text_part(string_of(block, "text", where))
+    )
 
 
 def _text_part(text: str) -> dict[str, Any]:

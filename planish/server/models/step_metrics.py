@@ -83,9 +83,7 @@ class StepMetrics:
             row["loss_per_token"] = row["loss:sum"] / row["num_tokens"]
         step = metrics.get("adam_step")
         self._sums, self._last, self._device_seconds, self._since = {}, {}, 0.0, now
-        if step is None:
-            return None
-        return _row_writer(self.model_id, int(step), json.dumps(row))
+        return None if step is None else _row_writer(self.model_id, int(step), json.dumps(row))
 
 
 def _row_writer(model_id: str, step: int, text: str) -> TransactionHook:

@@ -135,9 +135,11 @@ class TextItem:
 
     def _part(self) -> dict[str, Any]:
         part = {"type": self.kind.part_type, "text": self._text()}
-        if self.kind is MESSAGE_TEXT:
-            return {**part, "annotations": [], "logprobs": self.logprobs}
-        return part
+        return (
+            {**part, "annotations": [], "logprobs": self.logprobs}
+            if self.kind is MESSAGE_TEXT
+            else part
+        )
 
     def _part_event(self, event_type: str, **fields: Any) -> Event:
         return {

@@ -214,9 +214,7 @@ InputItem = Annotated[
 
 def _with_type(value: JsonValue) -> JsonValue:
     """Return an item with its type: an item with a role and without a type is a message."""
-    if isinstance(value, dict) and "role" in value:
-        return {"type": "message", **value}
-    return value
+    return {"type": "message", **value} if isinstance(value, dict) and "role" in value else value
 
 
 class FunctionTool(StrictModel):
