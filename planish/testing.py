@@ -215,8 +215,7 @@ def tiny_model(
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, **(rope_scaling or {})}
     if family == "ministral3":
         # A short interval, so that a test notices a missing scale of the queries.
-        scaled = {"llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 32}
-        rope = scaled | rope
+        rope = {"llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 32} | rope
     if family in ("qwen3_5", "qwen3_5_moe"):
         rope = {"partial_rotary_factor": 0.25, **rope}
     if family == "phi3" and "original_max_position_embeddings" in rope:

@@ -82,8 +82,7 @@ def _error_from_status(
     match status:
         case 401 | 403:
             # The server's remedy names only the SDK's variable, so replace it by _KEY_REMEDY.
-            problem = message.removesuffix(_SDK_REMEDY)
-            return UserError(f"{problem}; {_KEY_REMEDY}")
+            return UserError(f"{message.removesuffix(_SDK_REMEDY)}; {_KEY_REMEDY}")
         case 404:
             return error_from_name(message, body.get(ERROR_CLASS), default)
         case 410:

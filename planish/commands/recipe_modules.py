@@ -19,8 +19,7 @@ def import_recipe(recipe: str) -> ModuleType:
     file. Modules next to the recipe can be imported afterwards, as when `python` runs it.
     """
     path = Path(recipe)
-    directory = path.parent.absolute() if path.suffix == ".py" else Path.cwd()
-    sys.path.insert(0, str(directory))
+    sys.path.insert(0, str(path.parent.absolute() if path.suffix == ".py" else Path.cwd()))
     if path.suffix == ".py":
         return _import_file(path)
     name = module_name(recipe)

@@ -184,8 +184,7 @@ class ServerAnswers(Answers):
             text = _searched_text(row)
             return all(word in text for word in words)
 
-        found = self._read_database(self._select_sessions)
-        rows = [row for row in found if matches(row)]
+        rows = [row for row in self._read_database(self._select_sessions) if matches(row)]
         return {"sessions": rows[:_MAX_SESSIONS], "is_cut": len(rows) > _MAX_SESSIONS}
 
     def _select_sessions(self, db: sqlite3.Connection) -> list[Row]:

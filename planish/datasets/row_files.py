@@ -99,8 +99,7 @@ def _line_rows(text: str, path: Path) -> Iterator[Row]:
 def _array_rows(text: str, path: Path) -> Iterator[Row]:
     elements = _parse(text, str(path), "give one array of objects, or one object per line")
     for number, element in enumerate(elements, start=1):
-        where = f"{path}, row {number}"
-        yield _row(element, where, path)
+        yield _row(element, f"{path}, row {number}", path)
 
 
 def _parse(text: str, where: str, remedy: str) -> Any:

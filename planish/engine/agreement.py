@@ -93,8 +93,7 @@ def _difference(decoder: BaseDecoder, sampler: Sampler, trainer: Trainer) -> flo
     # Every expert of a model has matrices of its own, so a small rank makes a large adapter.
     rank = max(1, _RANK // max(1, decoder.config.experts_per_token))
     layout = LoraLayout(decoder.config, LoraConfig(rank=rank))
-    generator = torch.Generator().manual_seed(0)
-    noise = 0.02 * torch.randn(layout.size, generator=generator)
+    noise = 0.02 * torch.randn(layout.size, generator=torch.Generator().manual_seed(0))
     adapter = Adapter(layout, decoder.backend, layout.init(0) + noise)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, decoder.config.vocab_size, max(_PROMPT_LENGTHS)).tolist()

@@ -199,12 +199,12 @@ class Preparation:
         vector = loaded.state["master"].to(base.backend.dtype)
         return AdapterVersion.from_vector(name, base.fingerprint, loaded.layout.lora_config, vector)
 
-    def micro_batch_rows(self, op: ForwardBackward) -> list[int]:
-        """Check an operation, and return the number of computed tokens of each of its
-        micro-batches. The computation is not started.
+    def micro_batches(self, op: ForwardBackward) -> list[tuple[int, tuple[int, ...]]]:
+        """Check an operation, and return the number of computed tokens and the datums of each of
+        its micro-batches. The computation is not started.
         """
         model = self._model_by_id(op.model_id)
-        return model.base.trainer.micro_batch_rows(self._read_batch(model, op))
+        return model.base.trainer.micro_batches(self._read_batch(model, op))
 
     def _read_batch(self, model: TrainingModel, op: ForwardBackward | ComputePart) -> TrainingBatch:
         loss_fn = self._substitutes.get(op.loss_fn, op.loss_fn)

@@ -118,14 +118,18 @@ class CompileConstraint(Operation[None]):
 
 @dataclass(frozen=True, eq=False)
 class ComputePart(Operation[SentPart]):
-    """Run a range of the micro-batches of a `ForwardBackward`. No adapter changes.
+    """Run some micro-batches of a `ForwardBackward`. No adapter changes.
 
     The weights are those of a training model of this engine, or those of a version.
     """
 
-    data: Sequence[Datum]
+    data: Mapping[int, Datum]
+    """The datums of these micro-batches, by their index in the call."""
     loss_fn: str
-    micro_batches: range
+    micro_batches: Mapping[int, Sequence[int]]
+    """The indices of the datums of each micro-batch, by its index in the call."""
+    num_micro_batches: int
+    """The number of micro-batches of the whole call."""
     loss_fn_config: Mapping[str, float] = field(default_factory=dict[str, float])
     forward_only: bool = False
     model_id: str | None = None

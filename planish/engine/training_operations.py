@@ -140,7 +140,7 @@ class TrainingOperations:
             else version.sampler_weights(model.base)
         )
         part = yield from model.base.trainer.run_part(
-            weights, queued.batch, op.forward_only, op.micro_batches
+            weights, queued.batch, op.forward_only, op.micro_batches, op.num_micro_batches
         )
         queued.future.set_result(SentPart.pack(part))
 

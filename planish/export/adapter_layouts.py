@@ -343,8 +343,7 @@ class AdapterReader:
         """Return the matrices of a linear, joined from those of its parts."""
         if modules[0].place.rows == _ALL_ROWS and modules[0].place.expert is None:
             return self._load(modules[0], unit)
-        is_of_experts = ".experts." in linear
-        leading_dims = (self._model.num_experts,) if is_of_experts else ()
+        leading_dims = (self._model.num_experts,) if ".experts." in linear else ()
         fan_out, fan_in = self._full_shape(linear)
         ranks = _ranks(modules)
         joined = LoraMatrices(

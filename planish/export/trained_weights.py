@@ -145,8 +145,7 @@ class _Reader:
         return weight if is_norm or weight in (EMBEDDING_WEIGHT, HEAD_WEIGHT) else None
 
     def _base(self, weight: str) -> Tensor:
-        tied = self._base_weights[EMBEDDING_WEIGHT]
-        return self._base_weights.get(weight, tied)
+        return self._base_weights.get(weight, self._base_weights[EMBEDDING_WEIGHT])
 
     def _check_modules_to_save(self) -> None:
         for module in self._update.config.modules_to_save:

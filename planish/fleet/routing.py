@@ -34,7 +34,12 @@ class PrefixTable:
         number of tokens that the request may sample. Of equal replicas, the first is chosen.
         """
         blocks = _block_hashes(tokens, version)
-        cached = {replica: _BLOCK_TOKENS * self._num_cached(blocks, replica) for replica in loads}
+        cached, holders = dict.fromkeys(loads, 0), set(loads)
+        for index, block in enumerate(blocks, 1):
+            holders &= self._replicas.get(block, set())
+            if not holders:
+                break
+            cached.update(dict.fromkeys(holders, index * _BLOCK_TOKENS))
         replica = min(loads, key=lambda replica: loads[replica] - cached[replica])
         for block in blocks:
             self._replicas.setdefault(block, set()).add(replica)
@@ -47,13 +52,6 @@ class PrefixTable:
         """Forget a replica whose cache is gone."""
         for replicas in self._replicas.values():
             replicas.discard(replica)
-
-    def _num_cached(self, blocks: Sequence[int], replica: int) -> int:
-        """Return the number of blocks at the beginning that the replica has computed."""
-        for index, block in enumerate(blocks):
-            if replica not in self._replicas.get(block, ()):
-                return index
-        return len(blocks)
 
 
 def _block_hashes(tokens: Sequence[int], version: Hashable) -> list[int]:

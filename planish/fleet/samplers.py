@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 
 from planish.errors import UserError
 from planish.fleet.futures import RemoteFuture, copy_outcome
@@ -253,7 +254,9 @@ class FleetSamplers:
 
     def _choose(self, sample: FleetSample) -> tuple[Replica, int]:
         """Return the replica for a request and its work in tokens, and charge the work."""
-        live = self._replicas.open()
+        # Of equal replicas, the one that has answered the fewest requests comes first.
+        live = sorted(self._replicas.open(), key=attrgetter("num_samples"))
+        replicas = {replica.number: replica for replica in live}
         op, source = sample.operation, sample.sampler.source
         assert source is not None
         max_tokens = 0 if op.prompt_only else (op.sampling_params.max_tokens or 0)
@@ -265,12 +268,10 @@ class FleetSamplers:
                 keys,
                 version,
                 op.num_samples * max_tokens,
-                # Of equal replicas, the one that has answered the fewest requests comes first.
-                {r.number: r.load for r in sorted(live, key=lambda r: r.num_samples)},
+                {number: replica.load for number, replica in replicas.items()},
             )
-            (replica,) = (replica for replica in live if replica.number == number)
-            replica.load += work
-        return replica, work
+            replicas[number].load += work
+        return replicas[number], work
 
     def _charge(self, replica: Replica, work: int) -> None:
         with self._lock:

@@ -10,6 +10,9 @@ from planish.fleet.link import ReplicaLostError
 from planish.fleet.replica import Replica, SharedVersion
 from planish.service import ForwardBackward
 
+Plan = Sequence[tuple[int, Sequence[int]]]
+"""The number of computed tokens and the datums of each micro-batch of a call."""
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -29,12 +32,14 @@ class SpreadCall:
     home: Replica
     shared: SharedVersion | None
     """The weights; None if only the home replica computes."""
+    plan: Plan
 
-    def compute(self, rows: Sequence[int], others: Sequence[Replica]) -> FinishParts:
-        """Compute the micro-batches, of these numbers of rows, on the home replica and on others.
-        Return the operation that adds their gradients on the home replica.
+    def compute(self, others: Sequence[Replica]) -> FinishParts:
+        """Compute the micro-batches on the home replica and on others. Return the operation that
+        adds their gradients on the home replica.
         """
         replicas = [self.home, *others]
+        rows = [num_rows for num_rows, _ in self.plan]
         parts = [
             self._start(micro_batches, replica)
             for micro_batches, replica in zip(divide(rows, len(replicas)), replicas, strict=False)
@@ -47,10 +52,13 @@ class SpreadCall:
 
     def _start(self, micro_batches: range, replica: Replica) -> _Part:
         operation = self.operation
+        datums = {index: self.plan[index][1] for index in micro_batches}
         part = ComputePart(
-            operation.data,
+            # Only what the replica computes: the head would send all datums once per replica.
+            {datum: operation.data[datum] for indices in datums.values() for datum in indices},
             operation.loss_fn,
-            micro_batches,
+            datums,
+            len(self.plan),
             operation.loss_fn_config,
             operation.forward_only,
             model_id=self.model_id,

@@ -6,7 +6,6 @@ model, except that the micro-batches of a `ForwardBackward` are spread over all 
 
 import threading
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from planish.fleet.link import ReplicaLostError
 from planish.fleet.remote_engine import SAVES, unknown_id
 from planish.fleet.replica import Replica, SharedVersion
 from planish.fleet.replica_set import ReplicaSet
-from planish.fleet.spread_call import SpreadCall
+from planish.fleet.spread_call import Plan, SpreadCall
 from planish.fleet.versions import CurrentVersion, SharedVersions
 from planish.processes.background import BackgroundThread, wait_for_saves
 from planish.service import (
@@ -38,10 +37,10 @@ _CLOSE_CHECK_SECONDS = 0.5
 class Step:
     """An operation of a training model that waits for its turn."""
 
-    def __init__(self, operation: Operation[Any], rows: Sequence[int] | None) -> None:
-        """`rows`: the numbers of rows of the micro-batches of a `ForwardBackward`, if known."""
+    def __init__(self, operation: Operation[Any], plan: Plan | None) -> None:
+        """`plan`: the micro-batches of a `ForwardBackward`, if known."""
         self.operation = operation
-        self.rows = rows
+        self.plan = plan
         self.future: RemoteFuture[Any] = RemoteFuture(self._cancel)
         self._attempt: Future[Any] | None = None
         self._has_begun = False
@@ -100,10 +99,10 @@ class FleetModel:
 
     def _submit_in_order(self, operation: Operation[Any]) -> Future[Any]:
         can_spread = len(self._replicas.live()) > 1
-        rows: Sequence[int] | None = None
+        plan: Plan | None = None
         if isinstance(operation, ForwardBackward):
             if can_spread or self._steps:
-                rows = self._rows(operation)
+                plan = self._plan(operation)
         elif self._steps and not isinstance(
             operation, OptimStep | UnloadModel | DeferredForwardBackward
         ):
@@ -111,12 +110,12 @@ class FleetModel:
             # already unload the model.
             self.home.engine.call("check", operation)
         waits = can_spread and (
-            isinstance(operation, DeferredForwardBackward) or len(rows or ()) > 1
+            isinstance(operation, DeferredForwardBackward) or len(plan or ()) > 1
         )
         with self._lock:
             if not waits and not self._steps:
                 return self._submit_home(operation)
-            step = Step(operation, rows)
+            step = Step(operation, plan)
             self._steps.append(step)
             if len(self._steps) == 1:
                 BackgroundThread(
@@ -167,9 +166,9 @@ class FleetModel:
         if self.loss is not None:
             raise ReplicaLostError(self.loss)
 
-    def _rows(self, operation: ForwardBackward) -> list[int]:
-        """Return the number of rows of each micro-batch. Raise UserError for invalid data."""
-        return self.home.engine.call("preparation.micro_batch_rows", operation)
+    def _plan(self, operation: ForwardBackward) -> Plan:
+        """Return the micro-batches of an operation. Raise UserError for invalid data."""
+        return self.home.engine.call("preparation.micro_batches", operation)
 
     def _submit_home(self, operation: Operation[Any]) -> Future[Any]:
         """Submit an operation to the home replica. The caller has the lock."""
@@ -211,7 +210,7 @@ class FleetModel:
                 self._idle.notify_all()
 
     def _run_step(self, step: Step) -> None:
-        operation, rows = step.operation, step.rows
+        operation, plan = step.operation, step.plan
         adds_gradient = isinstance(operation, DeferredForwardBackward) or (
             isinstance(operation, ForwardBackward) and not operation.forward_only
         )
@@ -222,9 +221,9 @@ class FleetModel:
         try:
             if isinstance(operation, DeferredForwardBackward):
                 operation = self._with_data(operation)
-                rows = self._rows(operation)
-            if isinstance(operation, ForwardBackward) and rows is not None and len(rows) > 1:
-                step.follow(self._spread(operation, rows))
+                plan = self._plan(operation)
+            if isinstance(operation, ForwardBackward) and plan is not None and len(plan) > 1:
+                step.follow(self._spread(operation, plan))
                 return
             with self._lock:
                 attempt = self._submit_home(operation)
@@ -254,12 +253,12 @@ class FleetModel:
         with self._lock:
             self._submit_home(RejectNextStep(self.model_id, error))
 
-    def _spread(self, operation: ForwardBackward, rows: Sequence[int]) -> Future[Any]:
+    def _spread(self, operation: ForwardBackward, plan: Plan) -> Future[Any]:
         """Compute the micro-batches on all replicas, and add the gradients on the home replica."""
         others = [replica for replica in self._replicas.open() if replica is not self.home]
         shared = self._current_version() if others else None
-        call = SpreadCall(self.model_id, operation, self.home, shared)
-        finish = call.compute(rows, others)
+        call = SpreadCall(self.model_id, operation, self.home, shared, plan)
+        finish = call.compute(others)
         with self._lock:
             return self._submit_home(finish)
 

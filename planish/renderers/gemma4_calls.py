@@ -55,8 +55,7 @@ class _Reader:
         while not self._take(end):
             if items and not self._take(","):
                 raise ValueError("a comma is missing")
-            key = self._key() if has_keys else ""
-            items.append((key, self.value(depth + 1)))
+            items.append((self._key() if has_keys else "", self.value(depth + 1)))
         return items
 
     def _key(self) -> str:

@@ -62,8 +62,7 @@ class RoleColon(FixedHistory):
         eos_position = next(
             (position for position, token in enumerate(tokens) if token in eos_tokens), None
         )
-        text = codec.decode(tokens[:eos_position])
-        body, separator, _ = text.partition(STOP)
+        body, separator, _ = codec.decode(tokens[:eos_position]).partition(STOP)
         if separator and eos_position is None and STOP not in codec.decode(tokens[:-1]):
             ending = Termination.STOP_SEQUENCE
         elif not separator and eos_position == len(tokens) - 1:

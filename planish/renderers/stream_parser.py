@@ -133,8 +133,7 @@ def message_parser(
     parser = renderer.format.message_parser(options)
     ids = {renderer.codec.control_id(tag): tag for tag in parser.tags}
     tag_ids = {id_: tag for id_, tag in ids.items() if id_ is not None}
-    begins_text = options.continues is None
-    return SampleParser(detokenizer, parser, tag_ids, begins_text=begins_text)
+    return SampleParser(detokenizer, parser, tag_ids, begins_text=options.continues is None)
 
 
 def stop_gate(new_parser: Callable[[], SampleParser], open_ids: frozenset[int]) -> StopGate:

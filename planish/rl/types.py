@@ -229,8 +229,7 @@ def prompt_id(prompt: ModelInput) -> str:
     """Return a text that identifies a prompt by its tokens and images, for files: 16 hexadecimal
     digits.
     """
-    tokens = array("q", prompt.to_keys())
-    return hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
+    return hashlib.sha256(array("q", prompt.to_keys()).tobytes()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

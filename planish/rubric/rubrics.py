@@ -155,8 +155,7 @@ def read_rubric_row(row: Mapping[str, Any], where: str) -> RubricRow:
     """
     layout = find_layout(row, RUBRICS, where)
     check_refused(row, TEXT_REFUSALS, where)
-    column = layout.columns[0]
-    messages = _messages(row, column, where)
+    messages = _messages(row, layout.columns[0], where)
     items = row["rubric_items"]
     if not isinstance(items, Sequence) or isinstance(items, str) or not items:
         raise UserError(f'{where}, "rubric_items": give a list with at least one criterion')

@@ -55,8 +55,7 @@ def _lanes(requests: Sequence[TimedRequest], now: float) -> list[list[TimedReque
 
 
 def _end(request: TimedRequest, now: float) -> float:
-    end = now if request.finished is None else request.finished
-    return max(end, request.accepted)
+    return max(now if request.finished is None else request.finished, request.accepted)
 
 
 def _slices(request: TimedRequest, track: int, now: float) -> Iterator[bytes]:

@@ -231,7 +231,7 @@ def test_a_step_exports_its_weights_once_and_reads_its_data_once_at_home(two_rep
         training_client.optim_step(STEP).result(WAIT)
         assert backward.result(WAIT).metrics["micro_batches:sum"] > 1
     assert submitted.count(ExportWeights) == 2
-    assert called.count("preparation.micro_batch_rows") == 2
+    assert called.count("preparation.micro_batches") == 2
 
 
 def test_a_program_joins_a_running_cluster_and_saves_when_it_ends(model_dir, tmp_path, undisturbed):

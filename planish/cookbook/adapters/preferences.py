@@ -150,8 +150,7 @@ class HHHComparisonBuilder(ComparisonDatasetBuilder):
             return None
         if chosen[-1]["role"] != "assistant" or chosen[-1] == rejected[-1]:
             return None
-        comparison = Comparison(chosen[:-1], chosen[-1:], rejected[-1:])
-        return LabeledComparison(comparison, "A")
+        return LabeledComparison(Comparison(chosen[:-1], chosen[-1:], rejected[-1:]), "A")
 
 
 @chz.chz

@@ -115,8 +115,7 @@ class GpuReport:
         return Request(part, options.device, os.getpid(), small=options.small, **fields)
 
     def _with_model(self, part: str, model: str, scheme: str | None = None) -> PartResult:
-        limits = self._limits()
-        request = self._request(part, model=model, scheme=scheme, limits=limits)
+        request = self._request(part, model=model, scheme=scheme, limits=self._limits())
         return self._measure(request, needs_gpu=True)
 
     def _limits(self) -> tuple[float, float] | None:

@@ -78,8 +78,7 @@ class PartResult:
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Self:
         """Return the result in a file. Raises TypeError or KeyError for another form."""
-        lines = tuple(Line(**line) for line in fields["lines"])
-        return cls(**{**fields, "lines": lines})
+        return cls(**{**fields, "lines": tuple(Line(**line) for line in fields["lines"])})
 
 
 class ReportFile:

@@ -141,8 +141,7 @@ class ExpertCheck:
         lora: LoraMatrices,
     ) -> None:
         results: list[list[Tensor]] = []
-        num_rows = len(chosen)
-        x = self._random(num_rows, self._fan_in)
+        x = self._random(len(chosen), self._fan_in)
         grad = self._random(chosen.numel(), self._fan_out)
         for backend in (self._backend, self._reference):
             pairs = TokenExpertPairs(chosen, self._num_experts, backend.expert_kernels)

@@ -65,8 +65,7 @@ class Prefill:
         if not self._state_bytes:
             return CHUNK
         # A step must be able to prefill a whole chunk.
-        largest_chunk = self._max_tokens_per_step // CHUNK * CHUNK
-        return min(STATE_CHUNK, max(CHUNK, largest_chunk))
+        return min(STATE_CHUNK, max(CHUNK, self._max_tokens_per_step // CHUNK * CHUNK))
 
     def start(self, prompts: Sequence[Prompt]) -> None:
         """Assign slots to new prompts and fill them with the cached prefixes."""

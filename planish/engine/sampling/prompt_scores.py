@@ -127,8 +127,7 @@ class PromptScores:
         """
         stop = min(start + hidden.shape[0], len(self.tokens) - 1)
         for first in range(max(start, self.first_position), stop, MAX_SCORED_ROWS):
-            last = min(first + MAX_SCORED_ROWS, stop)
-            block = hidden[first - start : last - start]
+            block = hidden[first - start : min(first + MAX_SCORED_ROWS, stop) - start]
             self._add_block(first + 1, block, logits(block), exact_logits)
 
     def _add_block(

@@ -4,7 +4,7 @@ Every error names the datum, the input and the remedy. The module uses numpy onl
 that submits the datums can call it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,15 +37,15 @@ class Example:
 
 
 def read_examples(
-    data: Sequence[Datum],
+    data: Mapping[int, Datum],
     loss: Loss,
     loss_name: str,
     vocab_size: int,
     max_context: int,
     max_trainable_tokens: int | None = None,
     images: ImageRegistry | None = None,
-) -> list[Example]:
-    """Return the datums as arrays.
+) -> dict[int, Example]:
+    """Return the datums as arrays, by their index in the call.
 
     `images`: the model's images; None if it reads only text. `max_trainable_tokens`: the longest
     sequence whose gradient fits into memory; None: no limit.
@@ -54,11 +54,11 @@ def read_examples(
     """
     if not data:
         raise UserError("data is empty; give at least one Datum")
-    examples = [
-        _read_example(index, datum, loss, loss_name, vocab_size, max_context, images)
-        for index, datum in enumerate(data)
-    ]
-    for index, example in enumerate(examples):
+    examples = {
+        index: _read_example(index, datum, loss, loss_name, vocab_size, max_context, images)
+        for index, datum in data.items()
+    }
+    for index, example in examples.items():
         if max_trainable_tokens is not None and example.tokens.size > max_trainable_tokens:
             raise UserError(
                 f"data[{index}].model_input has {example.tokens.size:,} tokens, and beside this "

@@ -23,9 +23,10 @@ than M if several datums have the same target after a shared prefix, or with the
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -55,7 +56,8 @@ LOSS_FN_OUTPUT_TYPE = "ArrayRecord"
 class TrainingBatch:
     """The datums of one forward_backward call, checked and converted to arrays."""
 
-    examples: list[Example]
+    examples: Mapping[int, Example]
+    """The datums by their index in the call; those of some micro-batches, or all."""
     loss_fn: str
     """The name of the loss."""
     loss: Loss
@@ -125,12 +127,13 @@ class Trainer:
 
     def read_batch(
         self,
-        data: Sequence[Datum],
+        data: Sequence[Datum] | Mapping[int, Datum],
         loss_fn: str,
         config: Mapping[str, float] | None = None,
         forward_only: bool = False,
     ) -> TrainingBatch:
-        """Return the datums as a batch for `run`. The method may be called from any thread.
+        """Return the datums as a batch for `run`. The method may be called from any thread. A
+        mapping has the datums of some micro-batches, by their index in the call.
 
         Raise UserError (or a subclass) that names the first invalid argument or datum. Unless
         `forward_only`, a sequence that does not fit into memory is invalid.
@@ -140,7 +143,8 @@ class Trainer:
         model_config = self._decoder.config
         max_trainable_tokens = None if forward_only else self.settings.max_sequence_tokens
         sizes = (model_config.vocab_size, model_config.max_context, max_trainable_tokens)
-        examples = read_examples(data, loss, loss_fn, *sizes, self._decoder.images)
+        numbered = data if isinstance(data, Mapping) else dict(enumerate(data))
+        examples = read_examples(numbered, loss, loss_fn, *sizes, self._decoder.images)
         return TrainingBatch(examples, loss_fn, loss, loss_config)
 
     def forward_backward(
@@ -182,49 +186,59 @@ class Trainer:
             if not forward_only:
                 adapter.reject_next_step(error)
             raise
-        num_tokens = sum(len(example.tokens) for example in batch.examples)
+        num_tokens = sum(len(example.tokens) for example in batch.examples.values())
         return finish_call(adapter, [part], num_tokens)
 
-    def micro_batch_rows(self, batch: TrainingBatch) -> list[int]:
-        """Return the number of computed tokens of each micro-batch of a call."""
-        return [len(micro_batch) for micro_batch in self._pack(batch)]
+    def micro_batches(self, batch: TrainingBatch) -> list[tuple[int, tuple[int, ...]]]:
+        """Return the number of computed tokens and the datums of each micro-batch of a call."""
+        return [
+            (len(micro_batch), micro_batch.datums) for micro_batch in self._pack(batch.examples)
+        ]
 
     def run_part(
         self,
         weights: LoraWeights,
         batch: TrainingBatch,
         forward_only: bool = False,
-        micro_batch_range: range | None = None,
+        datums: Mapping[int, Sequence[int]] | None = None,
+        num_micro_batches: int = 0,
     ) -> Generator[None, None, PartialResult]:
-        """Run a range of the micro-batches of a batch, by default all; yield between them.
+        """Run some micro-batches of a call, by default all; yield between them. `datums`: the
+        datums of each of them, by its index among the `num_micro_batches` of the call.
 
         Raises NonFiniteError if a loss or its gradient is not finite.
         """
         try:
             call = _TrainerCall(batch, weights, needs_gradient=not forward_only)
-            micro_batches = self._pack(batch)
-            indices = micro_batch_range or range(len(micro_batches))
-            tree = GradientTree(len(micro_batches))
+            if datums is None:
+                micro_batches = dict(enumerate(self._pack(batch.examples)))
+                num_micro_batches = len(micro_batches)
+            else:
+                # The datums of a micro-batch alone are packed into the same one.
+                micro_batches = {
+                    index: self._pack({i: batch.examples[i] for i in chosen}, sys.maxsize)[0]
+                    for index, chosen in datums.items()
+                }
+            tree = GradientTree(num_micro_batches)
             results: list[MicroBatchResult] = []
-            for index in indices:
+            for index, micro_batch in micro_batches.items():
                 if results:
                     yield
-                result, grad = self._run_micro_batch(call, micro_batches[index])
+                result, grad = self._run_micro_batch(call, micro_batch)
                 if grad is not None:
                     tree.add_leaf(index, grad)
                 results.append(result)
         finally:
             if not Device(self._decoder.device).is_gpu:
                 trim_heap(self._max_cached_heap_bytes)
-        return PartialResult(len(micro_batches), results, tree.nodes)
+        return PartialResult(num_micro_batches, results, tree.nodes)
 
-    def _pack(self, batch: TrainingBatch) -> list[MicroBatch]:
-        examples = batch.examples
-        packed = pack([example.tokens for example in examples], self.settings.micro_batch_tokens)
-        return [
-            micro_batch.with_blocks([examples[i].input.blocks for i in micro_batch.datums])
-            for micro_batch in packed
-        ]
+    def _pack(self, examples: Mapping[int, Example], budget: int | None = None) -> list[MicroBatch]:
+        """Pack the examples into micro-batches of at most `budget` rows, by default the settings'."""
+        numbers, tokens = list(examples), [example.tokens for example in examples.values()]
+        packed = pack(tokens, budget or self.settings.micro_batch_tokens)
+        numbered = (replace(m, datums=tuple(numbers[i] for i in m.datums)) for m in packed)
+        return [m.with_blocks([examples[i].input.blocks for i in m.datums]) for m in numbered]
 
     def _run_micro_batch(
         self, call: _TrainerCall, micro_batch: MicroBatch

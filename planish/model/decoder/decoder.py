@@ -509,8 +509,7 @@ class _WeightLoader:
 
     def float32_weight(self, name: str) -> Tensor:
         """Return one weight in float32."""
-        weight = self.float_weight(name, torch.float32)
-        return weight.to(self.backend.device, torch.float32)
+        return self.float_weight(name, torch.float32).to(self.backend.device, torch.float32)
 
     def float32_linear(self, name: str) -> PackedLinear:
         """Return a linear whose weights are float32 in a model of any dtype, such as a router."""

@@ -333,8 +333,7 @@ def _cap_slopes(backend: Backend, logits: Tensor, rows: Tensor | None = None) ->
     cap = backend.config.logit_cap
     if cap is None:
         return None
-    chosen = logits if rows is None else logits[rows]
-    return 1 - (chosen.float() / cap).square_()
+    return 1 - ((logits if rows is None else logits[rows]).float() / cap).square_()
 
 
 def _is_rounded(logits_dtype: torch.dtype) -> bool:

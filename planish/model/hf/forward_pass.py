@@ -117,8 +117,7 @@ def attention(
         q = q * factor
     sinks = () if s_aux is None else (s_aux.float(),)
     # A layer that shares keys and values stores them again, with the same bits.
-    out = run.attend(run.kv_numbers[module], q, k, v, *sinks)
-    return out[None, ..., :value_size], None
+    return run.attend(run.kv_numbers[module], q, k, v, *sinks)[None, ..., :value_size], None
 
 
 def _pad(x: Tensor, size: int) -> Tensor:

@@ -347,8 +347,7 @@ def check_quantizable(config: ModelConfig, scheme: str | None) -> None:
 @cache
 def four_bit_values(scheme: type[QuantizedWeight], device: torch.device) -> Tensor:
     """Return the values of the 16 codes of `Nf4Weight` or `Mxfp4Weight`: float32."""
-    values = NF4_VALUES if scheme is Nf4Weight else MXFP4_VALUES
-    return torch.tensor(values, device=device)
+    return torch.tensor(NF4_VALUES if scheme is Nf4Weight else MXFP4_VALUES, device=device)
 
 
 @cache

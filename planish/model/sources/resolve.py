@@ -334,5 +334,4 @@ def _from_hub(name: str) -> Path:
 
 
 def _short_message(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return ": ".join([type(error).__name__, *lines[:1]])
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])

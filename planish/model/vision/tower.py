@@ -71,8 +71,7 @@ class VisionTower:
         `tokens`: int64 [T], with the ids of images. `embedding`: that of the text model.
         """
         is_image = tokens >= FIRST_IMAGE_TOKEN
-        text = tokens.masked_fill(is_image, self._registry.image_token)
-        embeddings = embedding(text)
+        embeddings = embedding(tokens.masked_fill(is_image, self._registry.image_token))
         if not bool(is_image.any()):
             return EmbeddedRows(embeddings, is_image, [])
         features = self._features_of(tokens[is_image].tolist(), embeddings)
@@ -111,8 +110,7 @@ class VisionTower:
             index = torch.tensor([position for _, position in places], device=like.device)
             parts.append(self.features(image)[index])
             rows += [row for row, _ in places]
-        order = torch.tensor(rows, device=like.device).argsort()
-        return torch.cat(parts)[order]
+        return torch.cat(parts)[torch.tensor(rows, device=like.device).argsort()]
 
     def features(self, image: Image) -> Tensor:
         """Return the features of an image: [n, D], or [n, D * (1 + L)] if the tower also has

@@ -79,8 +79,7 @@ def public_url(context: RequestContext) -> str:
     pass on the client's Host. For a proxy on this machine, uvicorn takes the scheme from the header
     X-Forwarded-Proto.
     """
-    settings = context.state.settings
-    return (settings.public_url or str(context.request.base_url)).rstrip("/")
+    return (context.state.settings.public_url or str(context.request.base_url)).rstrip("/")
 
 
 async def download(request: Request) -> Response:
@@ -255,8 +254,7 @@ def _archive_parts(files: Sequence[OpenFile]) -> list[_Part]:
     for file in files:
         padding = bytes(-file.size % tarfile.BLOCKSIZE)
         parts += [_Part(_tar_header(file.name, file.size)), _Part(file), _Part(padding)]
-    end = _tar_header(_COMPLETE_FILE, 0) + bytes(2 * tarfile.BLOCKSIZE)
-    return [*parts, _Part(end)]
+    return [*parts, _Part(_tar_header(_COMPLETE_FILE, 0) + bytes(2 * tarfile.BLOCKSIZE))]
 
 
 def _tar_header(name: str, size: int) -> bytes:

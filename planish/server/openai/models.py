@@ -202,8 +202,7 @@ class OpenAIModels:
             raise ModelNotFoundError(
                 f"{path} was made on {info.base_model!r}, which is not served here"
             )
-        metadata = info.checkpoint.user_metadata or {}
-        renderer = metadata.get("renderer_name")
+        renderer = (info.checkpoint.user_metadata or {}).get("renderer_name")
         return ServedModel(
             path,
             info.base_model,

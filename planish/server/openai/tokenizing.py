@@ -35,8 +35,7 @@ def _tokenize(model: ServedModel, options: TokenizeRequest) -> Json:
             raise WrongParameterError(
                 "add_special_tokens", "the chat format adds special tokens itself; leave it out"
             )
-        renderer = renderer_of(model, options)
-        prompt = build_prompt(model, renderer, options, options.tools)
+        prompt = build_prompt(model, renderer_of(model, options), options, options.tools)
         if prompt.images:
             raise WrongParameterError(
                 "messages", "messages has an image, which is no list of token ids; remove it"

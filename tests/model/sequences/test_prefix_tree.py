@@ -2,6 +2,7 @@
 counts shared tokens once.
 """
 
+import sys
 import time
 
 import numpy as np
@@ -38,6 +39,10 @@ def test_each_datum_is_packed_once_and_its_rows_have_its_tokens(
         for datum, rows in zip(micro_batch.datums, micro_batch.datum_rows, strict=True):
             assert micro_batch.tokens[rows].tolist() == sequences[datum]
             assert micro_batch.positions[rows].tolist() == list(range(len(sequences[datum])))
+        # A replica of a fleet packs the datums of a micro-batch alone.
+        (alone,) = pack(arrays([sequences[datum] for datum in micro_batch.datums]), sys.maxsize)
+        assert alone.tokens.tolist() == micro_batch.tokens.tolist()
+        assert str(alone.datum_rows) == str(micro_batch.datum_rows)
 
 
 @settings(max_examples=150, deadline=None)

@@ -119,8 +119,7 @@ def inspect_model(directory: Path) -> HFModel:
 
     Raises UnsupportedError with the reason if planish cannot run the model.
     """
-    path = directory / "config.json"
-    return _inspect(directory, path.stat().st_mtime_ns)
+    return _inspect(directory, (directory / "config.json").stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=8)
@@ -455,5 +454,4 @@ def _experts_per_token(config: Any) -> int:
 
 def _settings_digest(fields: Mapping[str, Any]) -> str:
     relevant = {key: value for key, value in fields.items() if key not in IGNORED_FIELDS}
-    text = json.dumps(relevant, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]

@@ -71,8 +71,7 @@ def run_self_test(
         found |= {verdict.family: verdict for verdict in verdicts if verdict.family in remaining}
         reason = verdicts[-1].reason
         if reason and concerns_all(reason):
-            failed = {family: Verdict(family, False, reason) for family in families}
-            found = failed | found
+            found = {family: Verdict(family, False, reason) for family in families} | found
     return [found[family] for family in families]
 
 

@@ -53,8 +53,7 @@ def verdict_file(directory: Path, kind: str, *key: str) -> Path:
 def read_verdicts(path: Path) -> list[Verdict] | None:
     """Return the verdicts in this file; None if it is missing or damaged."""
     try:
-        rows = json.loads(path.read_bytes())
-        verdicts = [Verdict(**row) for row in rows]
+        verdicts = [Verdict(**row) for row in json.loads(path.read_bytes())]
     except (OSError, ValueError, TypeError):
         return None
     types = ((each.family, each.passed, each.reason) for each in verdicts)
