@@ -986,7 +986,7 @@ def test_an_internal_error_is_reported(served, client):
         assert error.value.type == "server_error"
         with pytest.raises(openai.APIError, match="internal error of the server.*KeyError"):
             list(client.completions.create(model=BASE, prompt="x", stream=True))
-    assert served.is_idle()
+    wait_until_idle(served)
 
 
 @pytest.mark.parametrize(
@@ -1010,7 +1010,7 @@ def test_a_lack_of_memory_is_answered_with_503(served, client, error):
             assert refused.value.response.headers["retry-after"] == "1"
         with pytest.raises(openai.APIError, match="out of memory; send"):
             list(patient.completions.create(model=BASE, prompt="x", stream=True))
-    assert served.is_idle()
+    wait_until_idle(served)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
@@ -1023,6 +1023,7 @@ def test_a_body_for_which_memory_does_not_suffice_is_answered_with_503(served, m
         served.url + path,
         content=b"{}",
         headers={"authorization": f"Bearer {next(iter(KEYS))}"},
+        timeout=WAIT,
     )
     assert answer.status_code == 503
     assert b"out of memory" in answer.content

@@ -305,7 +305,7 @@ def test_errors_of_schemas_name_the_keyword(http: httpx.Client, schema, strict, 
 
 @pytest.mark.parametrize("path", ["//v1/chat/completions", "/v1//chat/completions"])
 def test_two_slashes_are_named(served: Served, path: str):
-    answer = httpx.post(f"{served.url}{path}", json={})
+    answer = httpx.post(f"{served.url}{path}", json={}, timeout=60)
     assert answer.status_code == 404
     message = answer.json()["error"]["message"]
     assert f"POST {path}; the path has two slashes" in message
@@ -313,7 +313,7 @@ def test_two_slashes_are_named(served: Served, path: str):
 
 def test_a_missing_key_names_the_header_of_openais_clients(served: Served):
     for headers in ({}, {"Authorization": "tml-first"}):
-        answer = httpx.get(f"{served.url}/v1/models", headers=headers)
+        answer = httpx.get(f"{served.url}/v1/models", headers=headers, timeout=60)
         assert answer.status_code == 401
         assert "Authorization: Bearer KEY" in answer.json()["error"]["message"]
     with pytest.raises(openai.AuthenticationError, match="unknown"), served.client("no") as client:
