@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-RESPONSE_TIMEOUT = 120.0
+RESPONSE_TIMEOUT = 300.0
 """A request without an answer after this time hangs. A busy machine needs some time."""
 _STATUSES_WITHOUT_BODY = (204, 304)
 
