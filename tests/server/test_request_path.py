@@ -27,6 +27,7 @@ SHARED = {
     "sessions.py",
     "request.py",
     "intake.py",
+    "tenant_limits.py",
     "durable/request_log.py",
     "durable/store.py",
     "turn.py",
