@@ -269,8 +269,7 @@ def report(directory: Path, runs: Sequence[SweptRun]) -> None:
         for name in dict.fromkeys([*rewards, *_METRICS])
         if any(name in reader.metrics.columns for reader in readers.values())
     ]
-    names = [*runs[0].values, "steps", *known, "state"]
-    columns = {name: itemgetter(name) for name in names}
+    columns = {name: itemgetter(name) for name in [*runs[0].values, "steps", *known, "state"]}
     rows = [
         {
             **one.values,

@@ -201,8 +201,7 @@ def _answer_place(request: Row) -> AnswerPlace:
 
 
 def _service_key(reader: RunReader) -> str:
-    names = ("base_url", "quantize", "deterministic")
-    return repr([reader.config.get(name) for name in names])
+    return repr([reader.config.get(name) for name in ("base_url", "quantize", "deterministic")])
 
 
 def _is_message(value: Any) -> bool:

@@ -118,8 +118,7 @@ class ChatSampler:
         return message_parser(self.renderer, Detokenizer.of_tokenizer(self.renderer.tokenizer))
 
     def _answer(self, tokens: Sequence[int], stop_reason: str) -> Answer:
-        message = self.renderer.parse_response(tokens).message
-        return Answer(message, len(tokens), stop_reason)
+        return Answer(self.renderer.parse_response(tokens).message, len(tokens), stop_reason)
 
     def _max_answer_tokens(self, prompt_length: int, max_tokens: int) -> int:
         if self.context_window is None:

@@ -105,8 +105,7 @@ def conversation_of(row: Columns, where: str) -> Conversation | PlainText:
         _reject_common(row, where)
         result.location = where
         return result
-    messages = with_images(result, row, where)
-    return Conversation(with_common_columns(messages, row, where), where)
+    return Conversation(with_common_columns(with_images(result, row, where), row, where), where)
 
 
 def comparison_of(row: Columns, where: str) -> Pair:

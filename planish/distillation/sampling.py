@@ -103,8 +103,7 @@ class SampledFile:
                 f"{self.path} was sampled with other options: {changed}; give the same options to "
                 "continue it, or another path"
             )
-        rows = read_rows(self.path)
-        recorded_rows = [row for row in rows if row["index"] < self.num_done]
+        recorded_rows = [row for row in read_rows(self.path) if row["index"] < self.num_done]
         if len(recorded_rows) != self.num_done - self.num_left_out:
             raise DamagedFileError(
                 f"{self.path} does not contain the rows that {self._record.name} counts; remove "

@@ -127,8 +127,7 @@ def _summary(export_format: Format, base: ExportBase, update: LoraUpdate, dtype:
     config = update.config
     files = "A PEFT adapter" if export_format == "peft" else model
     licence = base.license().get("license")
-    trained = (*update.pairs, *config.modules_to_save)
-    modules = sorted({name.rpartition(".")[2] for name in trained})
+    modules = sorted({name.rpartition(".")[2] for name in (*update.pairs, *config.modules_to_save)})
     rows = {
         "base model": f"`{_public_name(base)}`",
         "licence of the base model": licence

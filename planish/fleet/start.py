@@ -33,8 +33,7 @@ def start_fleet(
     """
     device = settings.get("device", "auto")
     check_replicas(device, replicas, settings.get("tensor_parallel"))
-    options = checked_options(models, data_dir, settings)
-    return plan_fleet(device, replicas, ray).start(options)
+    return plan_fleet(device, replicas, ray).start(checked_options(models, data_dir, settings))
 
 
 def checked_options(

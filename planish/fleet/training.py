@@ -257,8 +257,7 @@ class FleetModel:
         """Compute the micro-batches on all replicas, and add the gradients on the home replica."""
         others = [replica for replica in self._replicas.open() if replica is not self.home]
         shared = self._current_version() if others else None
-        call = SpreadCall(self.model_id, operation, self.home, shared, plan)
-        finish = call.compute(others)
+        finish = SpreadCall(self.model_id, operation, self.home, shared, plan).compute(others)
         with self._lock:
             return self._submit_home(finish)
 

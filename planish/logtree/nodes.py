@@ -61,8 +61,7 @@ def section(title: str, level: int, attrs: Mapping[str, str] | None = None) -> t
 
 def details_node(summary: str, *body: Node | str, css_class: str, **attrs: str) -> Node:
     """Return an element with a summary that folds and unfolds its body."""
-    head = Node("summary", {}, [summary])
-    return Node("details", {"class": css_class, **attrs}, [head, *body])
+    return Node("details", {"class": css_class, **attrs}, [Node("summary", {}, [summary]), *body])
 
 
 def attributes(given: Mapping[str, Any]) -> dict[str, str]:

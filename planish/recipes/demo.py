@@ -179,8 +179,7 @@ class Demo:
         sampling_client = self.training_client.save_weights_and_get_sampling_client()
         self.display.next_stage("testing" if is_test else "sampling", len(sums_P))
         # An answer is one line. Text after that line would only add noise to the gradient.
-        temperature = 0.0 if is_test else 1.0
-        params = SamplingParams(max_tokens=8, temperature=temperature, stop=["\n"])
+        params = SamplingParams(max_tokens=8, temperature=0.0 if is_test else 1.0, stop=["\n"])
 
         def grade(p: int, sequence: SampledSequence) -> tuple[float, Metrics]:
             text = get_text_content(self.renderer.parse_response(sequence.tokens).message)

@@ -100,8 +100,7 @@ def _read_lists(pieces: Sequence[Piece], tags: CallTags) -> dict[str, Any]:
         found, error = tags.read_list(inner) if is_closed else (None, "the calls are not closed")
         if found is None:
             closing = tags.end.text if tags.end is not None and is_closed else ""
-            raw = tags.begin.text + inner + closing
-            unparsed.append({"raw_text": raw, "error": str(error)})
+            unparsed.append({"raw_text": tags.begin.text + inner + closing, "error": str(error)})
         calls += found or []
         after = end + 1 if tags.end is not None and is_closed else end
         start = find_piece(pieces, tags.begin, start=after)

@@ -117,8 +117,7 @@ class FixedHistory(ABC):
         """Return the turns of the prompt for the next message, which is one of `role`, the header
         of that message last.
         """
-        header = self.suffix(messages, role)
-        return [*self.turns(messages), Turn(header, (), None, sampled=True)]
+        return [*self.turns(messages), Turn(self.suffix(messages, role), (), None, sampled=True)]
 
     def extends(self, messages: Sequence[CheckedMessage], answer: int) -> bool:
         """Return whether prompts begin with the earlier prompts and their answers."""

@@ -259,5 +259,4 @@ def read_call_section(
     pieces = begun_in_thought(pieces) if begins_in_thought else pieces
     thought, rest = split_thought(pieces, section)
     rest = [piece for piece in rest if piece not in (section, section_end)]
-    message = {"role": "assistant", **read_calls(rest, read_call, begin, end)}
-    return with_thought(message, thought)
+    return with_thought({"role": "assistant", **read_calls(rest, read_call, begin, end)}, thought)

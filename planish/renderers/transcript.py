@@ -161,8 +161,7 @@ class Transcript:
             stop += common_prefix(rendering.code[stop:limit], end_code)
             if rendering.control_at(stop - 1) is None and rendering.control_at(stop) is None:
                 return Turn((), (), index, untrainable_reason=_NO_PLACE), at, False
-        turn = Turn(rendering.pieces(at, start), rendering.pieces(start, stop), index)
-        return turn, stop, True
+        return Turn(rendering.pieces(at, start), rendering.pieces(start, stop), index), stop, True
 
     def _answer_start(
         self, rendering: Rendering, index: int, at: int, limit: int, follows_located: bool

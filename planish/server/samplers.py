@@ -246,8 +246,7 @@ class Samplers:
             base_model = base_model or info.base_model
             # Check first, because adapter_bytes reads the files of the base model.
             self._engine.check_base_model(base_model)
-            size = await self._engine.adapter_bytes(base_model, info.lora)
-            memory_bytes = size.sampling
+            memory_bytes = (await self._engine.adapter_bytes(base_model, info.lora)).sampling
             source = sampler_copy_path(operation.sampler_id)
             await self._engine.checkpoints.copy_without_metadata(
                 info.checkpoint.tinker_path, source

@@ -170,8 +170,7 @@ class Sampling:
                 lambda: self._request_log.read_operation(request.row), request.id
             )
             assert isinstance(operation, Sample)
-            response = await self._sample(request.row.tenant, operation)
-            return done_from_result(operation, response)
+            return done_from_result(operation, await self._sample(request.row.tenant, operation))
 
     # Samples of clients that keep their connection open.
 

@@ -357,8 +357,7 @@ def new_session_id(tenant: Tenant, idempotency_key: str | None) -> str:
     """Return the id of a new session. Requests with the same key get the same id."""
     if idempotency_key is None:
         return secrets.token_hex(8)
-    text = f"{tenant.name}\0{idempotency_key}"
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(f"{tenant.name}\0{idempotency_key}".encode(), digest_size=8).hexdigest()
 
 
 def _check_same_spec(row: SessionRow, spec: str) -> None:

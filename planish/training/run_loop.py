@@ -177,8 +177,7 @@ class RunLoop:
             else:
                 assert sampling_client is not None
                 call = partial(evaluator, sampling_client)
-            result = await call_function(call)
-            return validate_metrics(result, f"the evaluator {name}")
+            return validate_metrics(await call_function(call), f"the evaluator {name}")
 
     def log_step(
         self, step: int, metrics: Metrics, spans: Spans, times: Mapping[str, float] | None = None

@@ -31,11 +31,7 @@ PURPOSES = {
 }
 ROWS = {
     ("comparison", "label"): {
-        "comparison": {
-            "prompt_conversation": ASKED,
-            "completion_A": ANSWER,
-            "completion_B": OTHER,
-        },
+        "comparison": {"prompt_conversation": ASKED, "completion_A": ANSWER, "completion_B": OTHER},
         "label": "A",
     },
     ("input", "preferred_output", "non_preferred_output"): {

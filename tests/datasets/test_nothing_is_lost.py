@@ -92,11 +92,7 @@ def message(word, role, rng):
 def question(words, rng):
     messages = [message(words(), "user", rng)]
     if rng.random() < 0.3:
-        messages = [
-            message(words(), "user", rng),
-            message(words(), "assistant", rng),
-            *messages,
-        ]
+        messages = [message(words(), "user", rng), message(words(), "assistant", rng), *messages]
     if rng.random() < 0.3:
         messages.insert(0, message(words(), "system", rng))
     return messages

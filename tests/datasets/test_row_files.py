@@ -176,10 +176,7 @@ MESSAGE_FEATURES = {
     "role": Value("string"),
     "content": Value("string"),
     "tool_calls": List(
-        {
-            "type": Value("string"),
-            "function": {"name": Value("string"), "arguments": Json()},
-        }
+        {"type": Value("string"), "function": {"name": Value("string"), "arguments": Json()}}
     ),
 }
 FEATURES = {
@@ -216,10 +213,7 @@ def test_null_inside_of_json_stays_and_so_do_null_columns(tmp_path):
     arguments = {"city": "Rome", "unit": None}
     rows = [{"messages": turn(call("weather", arguments)), "hint": {"a": None, "b": 1}}]
     features = Features(
-        {
-            "messages": List(MESSAGE_FEATURES),
-            "hint": {"a": Value("string"), "b": Value("int64")},
-        }
+        {"messages": List(MESSAGE_FEATURES), "hint": {"a": Value("string"), "b": Value("int64")}}
     )
     hub.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")
     [row] = load_rows(str(tmp_path / "rows.parquet"), "train")

@@ -8,14 +8,7 @@ from typing import Any
 
 import torch
 
-from planish import (
-    AdamParams,
-    Datum,
-    ModelInput,
-    SamplingParams,
-    ServiceClient,
-    TrainingClient,
-)
+from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient, TrainingClient
 from planish.files import read_rows
 from planish.fleet.fleet import Fleet
 from planish.fleet.link import EngineOptions

@@ -196,10 +196,7 @@ def main() -> int:
         start_cluster(num_cpus=2 * arguments.replicas, num_gpus=0, object_store_bytes=100 << 20)
         model_dir = tiny_model(Path(directory) / "tiny")
         fleet = ray_fleet(
-            model_dir,
-            Path(directory) / "data",
-            arguments.replicas,
-            silent_seconds=SILENT_SECONDS,
+            model_dir, Path(directory) / "data", arguments.replicas, silent_seconds=SILENT_SECONDS
         )
         own = ServiceClient(
             models={"tiny": str(model_dir)}, data_dir=Path(directory) / "own", **SETTINGS

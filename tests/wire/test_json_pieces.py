@@ -172,10 +172,7 @@ def test_only_lists_of_numbers_are_long(items):
         ),
         (b'{"a":[' + b"1," * (1 << 17) + b"]}", "not JSON: a comma without a value near byte"),
         (b'{"a":[' + b"1," * (1 << 17) + b"1}}", "not JSON: unexpected character.*near byte"),
-        (
-            b'{"a":' + b"[" * (1 << 18) + b"]" * (1 << 18) + b"}",
-            "more than 64 levels deep",
-        ),
+        (b'{"a":' + b"[" * (1 << 18) + b"]" * (1 << 18) + b"}", "more than 64 levels deep"),
     ],
 )
 def test_errors_of_large_bodies(body, message):

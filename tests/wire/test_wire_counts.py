@@ -16,11 +16,7 @@ from planish.wire.fields import (
 )
 from planish.wire.messages import INT64, ForwardBackwardRequestMessage
 from planish.wire.tensors import MAX_DIMENSIONS, MAX_TOKENS, tensor_from_json
-from planish.wire.training import (
-    MAX_FIELDS,
-    forward_backward_from_body,
-    parse_forward_backward,
-)
+from planish.wire.training import MAX_FIELDS, forward_backward_from_body, parse_forward_backward
 
 
 def body_of_depth(depth: int) -> bytes:

@@ -40,10 +40,7 @@ from planish.wire.sampling import (
 # A character has at most 4 bytes in UTF-8.
 STOP_STRINGS = st.text(min_size=1, max_size=MAX_STOP_BYTES // 4)
 STOPS = st.one_of(
-    st.none(),
-    STOP_STRINGS,
-    st.lists(TOKENS, max_size=3),
-    st.lists(STOP_STRINGS, max_size=3),
+    st.none(), STOP_STRINGS, st.lists(TOKENS, max_size=3), st.lists(STOP_STRINGS, max_size=3)
 )
 OPTIONS = {
     "max_tokens": st.one_of(st.none(), st.integers(1, 10_000)),
@@ -117,9 +114,7 @@ CONSTRAINTS = st.one_of(
     st.just(Constraint("json_schema", '{"type": "integer"}')),
     st.builds(Constraint, st.sampled_from(["regex", "lark"]), st.text(min_size=1)),
     st.builds(
-        Constraint,
-        st.just("choice"),
-        choices=st.lists(st.text(min_size=1), min_size=1, max_size=3),
+        Constraint, st.just("choice"), choices=st.lists(st.text(min_size=1), min_size=1, max_size=3)
     ),
 )
 ADDED = {

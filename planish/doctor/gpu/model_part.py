@@ -153,8 +153,7 @@ class ModelPart:
         if self._card is None:
             return None
         context = self._sizes.prompt_tokens + WARM_UP_STEPS + self._sizes.steps // 2
-        scheme = self._scheme
-        return 1e3 * decode_estimate(base.config, self._card, rows, context, scheme).seconds
+        return 1e3 * decode_estimate(base.config, self._card, rows, context, self._scheme).seconds
 
     @contextmanager
     def _decoding(

@@ -85,8 +85,7 @@ class GpuReport:
                 result = run()
             except OSError as error:
                 result = PartResult(FAILED, f"{type(error).__name__}: {error}")
-            seconds = round(time.monotonic() - start_time, 1)
-            self._file.add(name, replace(result, seconds=seconds))
+            self._file.add(name, replace(result, seconds=round(time.monotonic() - start_time, 1)))
             if result.status != DONE:
                 self._options.say(f"  {result.status}: {_first_line(result.reason)}")
         names = [name for name, _ in self._parts()]

@@ -49,5 +49,4 @@ class Request:
         if not Device(device).is_gpu:
             return Card("CPU", 1 << 34, bandwidth, rate, (8, 0))
         found = torch.cuda.get_device_properties(device)
-        capability = (found.major, found.minor)
-        return Card(found.name, found.total_memory, bandwidth, rate, capability)
+        return Card(found.name, found.total_memory, bandwidth, rate, (found.major, found.minor))

@@ -237,8 +237,7 @@ def weights_in_each_scheme(
         yield fp8
 
     def random_bytes(low: int, high: int, *shape: int) -> Tensor:
-        found = torch.randint(low, high, shape, generator=generator, dtype=torch.uint8)
-        return found.to(device)
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.uint8).to(device)
 
     yield [
         Mxfp4Weight(

@@ -55,8 +55,7 @@ def mixture_of_experts(
     if adapter_batch is None:
         lora_in = lora_out = None
         if isinstance(adapters, LoraWeights):
-            layer_lora = adapters.layers[layer]
-            lora_in, lora_out = map(layer_lora.matrices_of, ("mlp_in", "mlp_out"))
+            lora_in, lora_out = map(adapters.layers[layer].matrices_of, ("mlp_in", "mlp_out"))
         matrices = [
             matrix
             for lora in (lora_in, lora_out)

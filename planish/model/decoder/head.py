@@ -300,8 +300,7 @@ def _token_logits(
     tokens: Tensor,
 ) -> Tensor:
     """Return single logits [P] (see `Head.token_logits`) with the head's bias and cap."""
-    logits = backend.token_logits(hidden, head, lora, rows, tokens)
-    return _finish(backend, head, logits, tokens)
+    return _finish(backend, head, backend.token_logits(hidden, head, lora, rows, tokens), tokens)
 
 
 def _has_function(backend: Backend, head: PackedLinear) -> bool:

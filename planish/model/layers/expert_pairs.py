@@ -125,8 +125,7 @@ class TokenExpertPairs:
             keys = self.sorted_experts * self.num_rows + self.row_indices
             experts = torch.arange(self._num_experts, device=keys.device) * self.num_rows
             edges = torch.stack([experts + start, experts + stop])
-            found = torch.searchsorted(keys, edges, out_int32=True)
-            self._ranges_of_rows[start, stop] = found
+            self._ranges_of_rows[start, stop] = torch.searchsorted(keys, edges, out_int32=True)
         return self._ranges_of_rows[start, stop]
 
     @cached_property

@@ -120,8 +120,7 @@ class RewardDatasetBuilder(SplitNames, ProblemDatasetBuilder):
         elif self.test_split or await asyncio.to_thread(has_split, self.dataset, "test"):
             test = await asyncio.to_thread(self._questions, self.test_split or "test")
         train_set = self.shuffled(train, places=[row.location for _, row in train])
-        test_set = self.evaluation(test, places=[row.location for _, row in test])
-        return train_set, test_set
+        return train_set, self.evaluation(test, places=[row.location for _, row in test])
 
     def make_env(self, problem: Question) -> RewardEnv:
         """Return the environment of one answer."""
@@ -133,5 +132,4 @@ class RewardDatasetBuilder(SplitNames, ProblemDatasetBuilder):
         return "rewards"
 
     def _questions(self, split: str) -> list[Question]:
-        rows = load_rows(self.dataset, split)
-        return [(prompt_of(row, row.location), row) for row in rows]
+        return [(prompt_of(row, row.location), row) for row in load_rows(self.dataset, split)]

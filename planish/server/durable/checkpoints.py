@@ -147,8 +147,7 @@ class CheckpointCatalog:
     async def info(self, tenant: Tenant, path: str) -> CheckpointInfo:
         """Return the description of a checkpoint that the tenant may read."""
         row = await self.readable_row(tenant, path)
-        info = await self._engine.checkpoints.info(row.path)
-        return replace(info, checkpoint=row.checkpoint)
+        return replace(await self._engine.checkpoints.info(row.path), checkpoint=row.checkpoint)
 
     def lock(self, path: str) -> asyncio.Lock:
         """Return the lock for making, changing or deleting a checkpoint. The caller must change the

@@ -174,8 +174,7 @@ class Models:
                     f"model_seq_id: {model_id!r} has already been used; continue with the next "
                     "sequence number"
                 )
-            row = await self._new_row(tenant, operation)
-            await self._journal_creation(row, request)
+            await self._journal_creation(await self._new_row(tenant, operation), request)
         return accepted
 
     def run_lock(self, run_id: str) -> asyncio.Lock:

@@ -183,8 +183,7 @@ class ResponseStreamWriter:
     def begin(self) -> Iterator[bytes]:
         """Yield the events before the first token."""
         for name in ("created", "in_progress"):
-            event = {"type": f"response.{name}", "response": self._envelope.started()}
-            yield self._encode(event)
+            yield self._encode({"type": f"response.{name}", "response": self._envelope.started()})
 
     def add(self, prompt_index: int, token: SampledToken) -> None:
         """Add a token."""

@@ -195,12 +195,7 @@ def test_an_overflowing_ratio_gives_the_float64_result(name, gap):
         mean = gaps.mean() if len(gaps) else 0.0
         return clipped(torch.exp(mean + now - now.detach()), inputs, config)
 
-    plain = {
-        "importance_sampling": importance_sampling,
-        "ppo": ppo,
-        "cispo": cispo,
-        "gspo": gspo,
-    }
+    plain = {"importance_sampling": importance_sampling, "ppo": ppo, "cispo": cispo, "gspo": gspo}
     for advantage in ADVANTAGES:
         expected, expected_grad = outcome(torch.float64, advantage)
         assert expected.isfinite()
