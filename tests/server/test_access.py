@@ -8,8 +8,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,20 +25,6 @@ from planish.server.metrics import Counters, DiskUsage, Metrics
 from planish.server.settings import HttpSettings
 
 KEYS = {"tml-alice-key": "alice", "tml-reader-key": "metrics"}
-
-
-@contextmanager
-def logging_to(stream: io.StringIO, log_format: access.LogFormat) -> Iterator[None]:
-    kept = [logging.getLogger(name) for name in ("", "planish", *access._LIBRARY_LOGGERS)]
-    before = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in kept]
-    try:
-        access.set_up_logging(log_format, "info", stream)
-        yield
-    finally:
-        for logger, handlers, level, propagate in before:
-            logger.handlers[:], logger.propagate = handlers, propagate
-            logger.setLevel(level)
-        logging.captureWarnings(False)
 
 
 class StubServer:
@@ -67,12 +51,14 @@ def client() -> TestClient:
     return TestClient(app)
 
 
-def test_the_access_log_names_the_tenant_beside_a_bad_authorization_header(client: TestClient):
+def test_the_access_log_names_the_tenant_beside_a_bad_authorization_header(
+    client: TestClient, kept_logging: None
+):
     stream = io.StringIO()
-    with logging_to(stream, "json"):
-        headers = {"x-api-key": "tml-alice-key", "authorization": "Bearer tml-unknown-key"}
-        assert client.get("/api/v1/whoami", headers=headers).json() == {"tenant": "alice"}
-        assert client.get("/api/v1/whoami").status_code == 401
+    access.set_up_logging("json", "info", stream)
+    headers = {"x-api-key": "tml-alice-key", "authorization": "Bearer tml-unknown-key"}
+    assert client.get("/api/v1/whoami", headers=headers).json() == {"tenant": "alice"}
+    assert client.get("/api/v1/whoami").status_code == 401
     records = [json.loads(line) for line in stream.getvalue().splitlines()]
     first, second = [record for record in records if record["logger"] == "planish.access"]
     assert first["tenant"] == "alice"
@@ -92,15 +78,15 @@ HOSTILE = "a\x1b[2Jb\r\nERROR forged\x9b31mc\u202edone\udc80\x7f"
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_log_lines_hold_no_control_characters(log_format: access.LogFormat):
+def test_log_lines_hold_no_control_characters(log_format: access.LogFormat, kept_logging: None):
     stream = io.StringIO()
-    with logging_to(stream, log_format):
-        log = logging.getLogger("planish.server")
-        log.warning("path %s", HOSTILE, extra=access.log_fields(name=HOSTILE))
-        try:
-            raise ValueError(HOSTILE)
-        except ValueError:
-            log.exception("failed")
+    access.set_up_logging(log_format, "info", stream)
+    log = logging.getLogger("planish.server")
+    log.warning("path %s", HOSTILE, extra=access.log_fields(name=HOSTILE))
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        log.exception("failed")
     lines = stream.getvalue().split("\n")
     assert lines.pop() == ""
     assert not any(access._UNPRINTABLE.search(line) for line in lines)
@@ -146,13 +132,13 @@ def test_a_second_signal_flushes_the_log_before_it_ends_the_process(monkeypatch)
     assert calls == ["flush", "end"]
 
 
-def test_running_out_of_file_descriptors_is_logged_once_a_minute():
+def test_running_out_of_file_descriptors_is_logged_once_a_minute(kept_logging: None):
     stream = io.StringIO()
-    with logging_to(stream, "json"):
-        log = logging.getLogger("asyncio")
-        for _ in range(3):
-            log.error("socket.accept() out of system resource\nsocket: %s", 1)
-        log.error("something else")
+    access.set_up_logging("json", "info", stream)
+    log = logging.getLogger("asyncio")
+    for _ in range(3):
+        log.error("socket.accept() out of system resource\nsocket: %s", 1)
+    log.error("something else")
     first, second = (json.loads(line)["message"] for line in stream.getvalue().splitlines())
     assert "LimitNOFILE" in first
     assert second == "something else"

@@ -86,7 +86,7 @@ def test_a_public_host_needs_keys(tmp_path: Path):
     assert ServeOptions(host="0.0.0.0", api_key_file=tmp_path / "keys").host == "0.0.0.0"
 
 
-def test_a_port_in_use_is_named(model: Path, tmp_path: Path):
+def test_a_port_in_use_is_named(model: Path, tmp_path: Path, kept_logging: None):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         options = ServeOptions(port=port, data_dir=tmp_path, models={"a/b": str(model)})
@@ -94,7 +94,7 @@ def test_a_port_in_use_is_named(model: Path, tmp_path: Path):
             serve.serve(options)
 
 
-def test_an_invalid_data_directory_is_named(model: Path, tmp_path: Path):
+def test_an_invalid_data_directory_is_named(model: Path, tmp_path: Path, kept_logging: None):
     (tmp_path / "file").touch()
     options = ServeOptions(port=0, data_dir=tmp_path / "file" / "data", models={"a/b": str(model)})
     with pytest.raises(UserError, match="--data-dir"):
