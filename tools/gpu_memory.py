@@ -26,7 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LENGTHS = (512, 1024)
-RECURRENT_LENGTHS = (64, 128)
+RECURRENT_LENGTHS = (96, 192)
 """Those of gated delta nets, whose positions are computed one after another."""
 LONG = 32_768
 """The length to which the two measured ones are scaled."""

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import (
     TorchFunctionMode,
@@ -34,6 +35,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from planish.engine import base_models
 from planish.engine.sampling.cuda_graph_runner import DecodeStep, GraphRecorder
 from planish.engine.sampling.sampler import Sampler
+from planish.engine.training import trainer
 from planish.model.hf import decoder as hf_decoder
 from planish.model.kernels.self_test.verdicts import Verdict
 from planish.model.kernels.triton import common
@@ -266,9 +268,7 @@ class _Operations(TorchDispatchMode):
                 torch.float32,
             )
             return marks.put(args[0].float() @ args[1].float())
-        # The hooks of saved tensors allocate within a function of torch, unseen by _Functions.
-        kwargs = {key: x for key, x in (kwargs or {}).items() if key != "pin_memory"}
-        made = func(*args, **kwargs)
+        made = func(*args, **(kwargs or {}))
         if on_gpu:
             marks.put([x for x in tensors(made) if not any(x is other for other in elsewhere)])
             if marks.observer is not None:
@@ -303,8 +303,7 @@ def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[Marks]:
     patch.setattr(base_models, "warn_of_difference", lambda *_: None)
     patch.setattr(base_models, "measure_difference", lambda *_: 0.0)
     patch.setattr(Sampler, "record_cuda_graphs", lambda _: None)
-    interpret, apply = InterpretedFunction.run, BackwardCFunction.apply
-    load = hf_decoder.load_model
+    interpret, load = InterpretedFunction.run, hf_decoder.load_model
 
     def load_on_cpu(*args: Any) -> Any:
         # transformers creates models on torch's meta device, which _Functions does not know.
@@ -324,12 +323,22 @@ def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[Marks]:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             return interpret(kernel, *args, grid=grid, **kwargs)
 
-    def backward(function: Any, *grads: Any) -> Any:
-        with nullcontext() if _get_current_function_mode_stack() else _Functions(marks):
-            return apply(function, *grads)
+    def tracked(function: Any) -> Any:
+        """Return a function that runs in the mode also within an operation or a backward pass."""
+
+        def call(*args: Any) -> Any:
+            with nullcontext() if _get_current_function_mode_stack() else _Functions(marks):
+                return function(*args)
+
+        return call
+
+    def saved_on_cpu(**options: Any) -> saved_tensors_hooks:
+        hooks = save_on_cpu(**options)
+        return saved_tensors_hooks(tracked(hooks.pack_hook), tracked(hooks.unpack_hook))
 
     patch.setattr(InterpretedFunction, "run", run)
-    patch.setattr(BackwardCFunction, "apply", backward)
+    patch.setattr(BackwardCFunction, "apply", tracked(BackwardCFunction.apply))
+    patch.setattr(trainer, "save_on_cpu", saved_on_cpu)
     with _Operations(marks), _Functions(marks):
         yield marks
 

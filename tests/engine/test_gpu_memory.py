@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 
 MODES = {
     **dict.fromkeys(("qwen3", "gemma3", "olmo3"), tuple(gpu_memory.MODES)),
-    **dict.fromkeys(("lfm2", "glm4_moe", "qwen3_5"), ("stored", "prefill", "recomputed")),
+    **dict.fromkeys(("lfm2", "glm4_moe"), ("stored", "prefill", "recomputed", "offloaded")),
+    "qwen3_5": ("stored", "prefill", "recomputed"),
     **dict.fromkeys(("qwen3_moe", "qwen3_5_moe"), ("stored",)),
 }
 """The program compares all families in all modes by default."""
