@@ -339,7 +339,7 @@ def _watch(server: ServerProcess, witness: Tenant) -> subprocess.Popen[str]:
 
 
 def _stopped(watch: subprocess.Popen[str]) -> dict[str, list[float]]:
-    said, _ = watch.communicate("stop\n", timeout=120)
+    said, _ = watch.communicate("stop\n", timeout=300)
     return json.loads(said)
 
 

@@ -94,7 +94,7 @@ async def test_a_body_that_crashes_the_server_while_it_is_tokenized_is_abandoned
         loop = asyncio.get_running_loop()
 
         def work() -> None:
-            running.extend(asyncio.run_coroutine_threadsafe(marked(store), loop).result(10))
+            running.extend(asyncio.run_coroutine_threadsafe(marked(store), loop).result(100))
             if is_killed:
                 # Cancelled here, the guard is never told of an end, as after a kill.
                 guard.leave = guard.pause = lambda key: None

@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any
 
 TIMEOUT = 300
-SOON = 30.0
+SOON = 60.0
 """A refusal takes seconds; more than that on a machine that does something else, too."""
 
 WORKS, REFUSED, NOT_APPLICABLE, FAILED = "works", "refused", "n/a", "FAILED"
