@@ -114,6 +114,13 @@ class EngineHost:
             return self._engine.sampler_info(operation.sampler_id)
         return None
 
+    def submit_accepted(self, submission: Submission) -> None:
+        """Submit an operation whose caller does not wait. An error is the operation's outcome."""
+        try:
+            self.submit(submission)
+        except BaseException as error:
+            self._events.put(Outcome(submission.call_id, error=transportable(error)))
+
     def provide(self, call_id: int, data: Sequence[Datum] | BaseException) -> None:
         """Provide the data of a `DeferredForwardBackward`, or the error of their preparation."""
         future = self._data.pop(call_id)

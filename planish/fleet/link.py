@@ -81,6 +81,12 @@ class Link(Protocol):
         """Call the method `name` of the host. Return its result, or raise its error."""
         ...
 
+    def send(self, name: str, *args: Any) -> None:
+        """Call the method `name` of the host, whose result and errors nobody needs. These calls and
+        requests to cancel run one after another.
+        """
+        ...
+
     def poll(self) -> Sequence[Event]:
         """Wait for the next events of submitted operations, in order. One thread may call this."""
         ...

@@ -80,6 +80,9 @@ class ProcessLink:
             raise self._new_lost_error()
         return reply.result()
 
+    send = request
+    """An answer costs little here, so `send` waits too."""
+
     def poll(self) -> Sequence[Event]:
         """Wait for the next events. See `Link`."""
         events = self._events.get()

@@ -21,9 +21,13 @@ from planish.processes.ray_cluster import end_actor, import_ray
 
 R = TypeVar("R")
 
+_GROUPS = {"ping": "ping", "cancel": "send"}
+"""The concurrency groups of methods that do not wait for the others. A request to cancel runs after
+what was sent before.
+"""
 _NUM_CALLS = 32
 """The number of calls of one replica that can run at once."""
-_CHECK_SECONDS = 1.0
+_CHECK_SECONDS = 3.0
 """How often a waiting call checks whether its replica was given up."""
 _SLOW_START_SECONDS = 60.0
 _MAX_START_SECONDS = 900.0
@@ -97,9 +101,10 @@ class RayLink:
             max_restarts=0,
             max_concurrency=_NUM_CALLS,
             # A sign of life must not wait until other calls are done.
-            concurrency_groups={"poll": 1, "ping": 1},
+            concurrency_groups={"poll": 1, "ping": 1, "send": 1},
         )(ReplicaActor)
         self._actor = actor_class.remote()
+        self._send = self._actor.request.options(concurrency_group="send", num_returns=0)
         self._was_killed = threading.Event()
         self.machine: Machine | None = None
         warning = threading.Timer(
@@ -125,12 +130,19 @@ class RayLink:
     def request(self, name: str, *args: Any) -> Any:
         """Call a method of the host. See `Link`. An argument may be the result of `ray.put`."""
         method = self._actor.request
-        if name == "ping":
-            method = method.options(concurrency_group="ping")
+        if name in _GROUPS:
+            method = method.options(concurrency_group=_GROUPS[name])
         value, error = self._call(method, name, *args)
         if error is not None:
             raise error
         return value
+
+    def send(self, name: str, *args: Any) -> None:
+        """Call a method of the host without waiting. See `Link`. Ray tells nobody of an argument
+        that the replica cannot read. After the end of the connection, `poll` reports the loss.
+        """
+        if self._ray.is_initialized():
+            _store(lambda: self._send.remote(name, *args))
 
     def poll(self) -> Sequence[Event]:
         """Wait for the next events. See `Link`."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from planish.errors import EngineClosedError, UnsupportedError, UserError
+from planish.fleet.accepted import AcceptedSamples
 from planish.fleet.futures import RemoteFuture
 from planish.fleet.host import Submission
 from planish.fleet.link import Link, Outcome, ReplicaLostError, StreamedToken
@@ -73,6 +74,7 @@ class RemoteEngine:
         """The ids of the training models that are not unloaded."""
         self._samplers: dict[str, SamplerInfo] = {}
         """The samplers that are not released."""
+        self._accepted = AcceptedSamples()
         self._releases = ReleaseQueue(self)
         weakref.finalize(self, _end, link, self._releases).atexit = False
 
@@ -105,13 +107,31 @@ class RemoteEngine:
         submission, on_token = _submission(call_id, operation)
         self._calls.add(call_id, _Call(operation, future, on_token))
         try:
-            info = self._link.request("submit", submission)
+            info = self._send(submission)
         except BaseException:
             self._calls.pop(call_id)
             raise
         if isinstance(operation, DeferredForwardBackward):
             operation.data.add_done_callback(partial(self._provide, call_id))
         return future, info
+
+    def _send(self, submission: Submission) -> SamplerInfo | None:
+        """Send an operation, and return the info of the sampler that it creates. Do not wait for an
+        answer to a sample that the engine is known to accept.
+        """
+        operation = submission.operation
+        sampler = self._samplers.get(getattr(operation, "sampler_id", ""))
+        if not isinstance(operation, Sample) or sampler is None:
+            return self._link.request("submit", submission)
+        if not self._accepted.covers(operation, sampler.base_model):
+            self._link.request("submit", submission)
+            self._accepted.add(operation, sampler.base_model)
+            return None
+        self._link.send("submit_accepted", submission)
+        # A loss from now on fails the operation. An earlier one may have failed all others already.
+        if self.is_lost and self._calls.pop(submission.call_id):
+            raise ReplicaLostError("the replica was ended")
+        return None
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
         """Return the available base models."""
@@ -152,6 +172,8 @@ class RemoteEngine:
         self._is_closed = True
         try:
             with suppress(ReplicaLostError):
+                # A cancellation is answered after everything that was sent before.
+                self._link.request("cancel", next(self._ids))
                 if finish:
                     # The data of deferred operations are provided by other threads meanwhile.
                     self._link.request("close", True)
@@ -331,10 +353,9 @@ def _submission(
                 "give a function that can be pickled, or use an engine in this process"
             ) from error
     on_token = operation.on_token
-    return (
-        Submission(call_id, replace(operation, on_token=None), streams_tokens=on_token is not None),
-        on_token,
-    )
+    if on_token is None:
+        return Submission(call_id, operation), None
+    return Submission(call_id, replace(operation, on_token=None), streams_tokens=True), on_token
 
 
 def unknown_id(kind: str, identifier: str) -> UserError:

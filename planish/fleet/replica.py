@@ -42,6 +42,8 @@ class EndedLink:
         """Raise ReplicaLostError."""
         raise ReplicaLostError("the replica has no process")
 
+    send = request
+
     def poll(self) -> Sequence[Event]:
         """Raise ReplicaLostError."""
         raise ReplicaLostError("the replica has no process")
@@ -182,8 +184,9 @@ class Watch:
         stall_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """A replica is given up if it has not answered for `silent_seconds`, or if its engine has
-        work and has made no progress for `stall_seconds`.
+        """A replica is given up if it has not answered for `silent_seconds`, in which it is asked
+        twelve times or once a second, or if its engine has work and has made no progress for
+        `stall_seconds`.
         """
         self._new_watches = lambda: (
             StallWatch(silent_seconds, clock),
@@ -193,18 +196,21 @@ class Watch:
             WeakKeyDictionary()
         )
         self._waiting: set[Replica] = set()
+        self._num_ticks = 0
+        self._ticks_per_ping = max(1, int(silent_seconds // 12))
 
     def tick(self, replicas: list[Replica]) -> list[Replica]:
-        """Ask all replicas for a sign of life, and return those to give up. Call this every
-        second.
-        """
+        """Ask replicas for a sign of life, and return those to give up. Call this every second."""
+        self._num_ticks += 1
         return [replica for replica in replicas if self._is_given_up(replica)]
 
     def _is_given_up(self, replica: Replica) -> bool:
         silence, stall = self._watches.setdefault(replica, self._new_watches())
         is_given_up = silence.is_stalled(replica.num_signs)
         is_given_up |= stall.is_stalled(replica.status.progress)
-        if replica not in self._waiting:
+        # The replicas have their turns in different seconds.
+        turn = (self._num_ticks + replica.number) % self._ticks_per_ping
+        if not turn and replica not in self._waiting:
             self._waiting.add(replica)
             threading.Thread(target=self._ping, args=(replica,), daemon=True).start()
         return is_given_up

@@ -12,9 +12,7 @@ import planish
 
 # What the SDK's methods take and planish refuses as an unknown argument: there is nothing behind it
 # here.
-NOT_OFFERED = {
-    "project_id",
-}
+NOT_OFFERED = {"project_id"}
 METHODS = [
     (kind, name)
     for kind in ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient")
@@ -63,8 +61,4 @@ def test_types_have_the_attributes_of_the_public_sdk(kind):
     ours = getattr(planish, kind)
     fields = set(getattr(ours, "__dataclass_fields__", {})) | set(dir(ours))
     missing = {name for name in names if name not in fields}
-    assert missing <= {
-        "model_config",
-        "convert_tensors",
-        "to_dict",
-    }
+    assert missing <= {"model_config", "convert_tensors", "to_dict"}

@@ -49,12 +49,7 @@ def test_numbers_of_answers_that_are_known(tokenizer, sums):
     # 2 is right; 4 is right in a box although it was cut off later
     assert {
         name: metrics[name] for name in ("num_correct", "num_examples", "num_samples", "num_errors")
-    } == {
-        "num_correct": 2,
-        "num_examples": 5,
-        "num_samples": 5,
-        "num_errors": 0,
-    }
+    } == {"num_correct": 2, "num_examples": 5, "num_samples": 5, "num_errors": 0}
     assert metrics["score"] == metrics["pass@1"] == pytest.approx(0.4)
     assert metrics["score_stderr"] == pytest.approx((0.4 * 0.6 / 4) ** 0.5)
     assert (metrics["ended"], metrics["cut_off"], metrics["answered"]) == (0.8, 0.2, 0.8)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from planish import ServiceClient, StorageError, UserError
+from planish import Constraint, SamplingParams, ServiceClient, StorageError, UserError
 from planish.fleet import plan
+from planish.fleet.accepted import AcceptedSamples
 from planish.fleet.link import EngineStatus
 from planish.fleet.ray_link import describe_end
 from planish.fleet.replica import Watch, check_same
@@ -18,6 +19,7 @@ from planish.fleet.spread_call import divide
 from planish.fleet.versions import SharedVersions
 from planish.images import ImageChunk
 from planish.recipes import rl_basic
+from planish.service import Sample
 from planish.types import EncodedTextChunk, ModelInput
 
 PROMPT = list(range(640))
@@ -106,7 +108,7 @@ class SilentLink:
 class SilentReplica:
     def __init__(self) -> None:
         self.link = SilentLink()
-        self.status, self.num_signs = EngineStatus(), 0
+        self.number, self.status, self.num_signs = 0, EngineStatus(), 0
 
 
 def test_a_replica_is_given_up_when_it_is_silent_for_too_long():
@@ -215,3 +217,24 @@ def test_replicas_on_gpus_do_not_wait_for_cpus_that_the_cluster_lacks(monkeypatc
     with pytest.raises(UserError, match="replicas=8: each replica needs a CPU beside its GPU"):
         plan.plan_fleet("auto", None, "auto")
     assert plan.plan_fleet("auto", 3, "auto").num_replicas == 3
+
+
+def test_a_sample_is_known_to_be_accepted_if_a_larger_one_with_its_options_was():
+    def sample(tokens: list[int], last_n: int | None = None, **options: Any) -> Sample:
+        params = SamplingParams(**{"max_tokens": 8, "seed": len(tokens), **options})
+        prompt = ModelInput.from_ints(tokens)
+        return Sample("s", prompt, 2, params, prompt_logprobs_last_n=last_n)
+
+    accepted = AcceptedSamples()
+    assert not accepted.covers(sample([1, 9]), "tiny")
+    for tokens in ([1, 2, 3], [9]):
+        accepted.add(sample(tokens), "tiny")
+    assert accepted.covers(sample([1, 9, 9]), "tiny")
+    for tokens in ([1, 2, 3, 4], [10], [-1], []):
+        assert not accepted.covers(sample(tokens), "tiny")
+    assert not accepted.covers(sample([1]), "other")
+    for options in ({"max_tokens": 9}, {"stop": ["a"]}, {"temperature": 0.5}, {"last_n": 1}):
+        assert not accepted.covers(sample([1], **options), "tiny")
+    for options in ({"max_tokens": None}, {"constraint": Constraint("regex", "a")}):
+        accepted.add(sample([1], **options), "tiny")
+        assert not accepted.covers(sample([1], **options), "tiny")

@@ -35,6 +35,7 @@ from short_datum import STEP, datum
 
 from planish import EngineClosedError, ModelInput, SamplingParams, ServiceClient, UserError
 from planish.engine.replication import ExportWeights
+from planish.fleet.accepted import AcceptedSamples
 from planish.fleet.fleet import Fleet
 from planish.fleet.link import ReplicaLostError
 from planish.fleet.plan import FleetPlan
@@ -185,6 +186,31 @@ def test_samples_of_a_lost_replica_are_sampled_again_with_the_same_tokens(two_re
     for response, response_again in zip(expected, again, strict=True):
         for sequence, other in zip(response.sequences, response_again.sequences, strict=True):
             assert (sequence.tokens, sequence.logprobs) == (other.tokens, other.logprobs)
+
+
+def test_samples_that_are_sent_without_an_answer_behave_like_others(two_replicas, monkeypatch):
+    """An invalid one raises at once, a cancelled one ends, and an error is that of one alone."""
+    sampler = ServiceClient(service=two_replicas).create_sampling_client(base_model="tiny")
+    prompts = [ModelInput.from_ints([3, 2, number % 3]) for number in range(12)]
+    expected = [
+        [s.tokens for s in sampler.sample(p, 2, PARAMS).result().sequences] for p in prompts
+    ]
+    requested, request = [], RayLink.request
+    monkeypatch.setattr(RayLink, "request", lambda *a: requested.append(a[1]) or request(*a))
+    futures = [sampler.sample(p, 2, PARAMS) for p in prompts]
+    assert [[s.tokens for s in future.result(WAIT).sequences] for future in futures] == expected
+    assert "submit" not in requested
+    outside = ModelInput.from_ints([1 << 20])
+    with pytest.raises(UserError, match="outside the vocabulary"):
+        sampler.sample(outside, 2, PARAMS)
+    monkeypatch.setattr(AcceptedSamples, "covers", lambda *_: True)
+    invalid, *futures = [sampler.sample(p, 2, PARAMS) for p in [outside, *prompts]]
+    is_cancelled = [future.cancel() for future in futures[6:]]
+    with pytest.raises(UserError, match="outside the vocabulary"):
+        invalid.result(WAIT)
+    found = [[s.tokens for s in future.result(WAIT).sequences] for future in futures[:6]]
+    assert found == expected[:6]
+    assert [future.future().cancelled() for future in futures[6:]] == is_cancelled
 
 
 def train(client: ServiceClient) -> tuple[Any, list[Any]]:

@@ -370,9 +370,7 @@ def test_an_evaluation_with_such_a_judge_ends_before_an_answer(models, short_jud
         (path / f"{split}.jsonl").write_text('{"prompt": "Hi."}\n')
     builder = ComparisonEvaluatorBuilder(
         prompt_builder=PromptsFromRows(dataset=str(path)),
-        judge_builders={
-            "model": TrainedPreferenceModelBuilder(kind="chat", model_name=judge),
-        },
+        judge_builders={"model": TrainedPreferenceModelBuilder(kind="chat", model_name=judge)},
         policy_model_name=models[0],
         max_tokens=60,
         service_client=client,

@@ -6,11 +6,7 @@ import pytest
 
 from planish.errors import UserError
 from planish.preference.datasets import ComparisonBuilderFromJsonl
-from planish.preference.prompts import (
-    PromptsFromRows,
-    PromptsOfComparisons,
-    fitting_prompts,
-)
+from planish.preference.prompts import PromptsFromRows, PromptsOfComparisons, fitting_prompts
 
 ASKED = [{"role": "user", "content": "Hello?"}]
 

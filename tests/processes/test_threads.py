@@ -51,11 +51,7 @@ V2, V1 = "0::/a/b\n", "9:name=systemd:/x\n4:cpu,cpuacct:/a/b\n0::/\n"
             },
             2.5,
         ),
-        (
-            V1,
-            {"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "100000\n"},
-            1.0,
-        ),
+        (V1, {"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1.0),
         (V1, {"cpu/a/cpu.cfs_quota_us": "-1\n", "cpu/a/cpu.cfs_period_us": "100000\n"}, None),
         ("4:cpuset:/a\n", {"cpuset/a/cpu.cfs_quota_us": "1\n"}, None),
     ],

@@ -67,12 +67,7 @@ def test_a_score_in_another_form():
     assert in_words.instruction == "Write Yes or No between <score> and </score>."
     assert [
         in_words.read_score(f"<score>{word}</score>") for word in ("yes", " NO.", "maybe", "1")
-    ] == [
-        1,
-        0,
-        None,
-        None,
-    ]
+    ] == [1, 0, None, None]
     points = Criterion("How good?", score_range=(0, 10), extraction_regex=r"Points: (\d+)")
     assert points.read_score("Points: 3. Points: 8") == 0.8
     whole = Criterion("How good?", extraction_regex=r"[01]$")
