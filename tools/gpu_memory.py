@@ -119,7 +119,8 @@ class MemoryCounter:
     def live_bytes(self) -> int:
         """Return the bytes of the storages that are alive now, and remember the peak."""
         known = self._marks.known_storages
-        for pointer in islice(known, self._seen, None):
+        # Skipping all earlier storages would take longer with each operation.
+        for pointer in islice(reversed(known), len(known) - self._seen):
             self._live[pointer] = self._bytes(pointer)
         self._seen = len(known)
         ended = [pointer for pointer in self._live if known[pointer].expired()]

@@ -230,7 +230,9 @@ def record_attention(
             return part
 
     class LiveTensors(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             made = func(*args, **(kwargs or {}))
             recorder.made([x for x in tree_leaves(made) if isinstance(x, torch.Tensor)])
             return made
