@@ -144,10 +144,7 @@ def test_head_logits_agree_with_scored_logprobs(dtype):
     )
     single = exact_logits(*on(states, weight), rows, targets, adapters)
     torch.testing.assert_close(
-        single,
-        head_logits(*on(states, weight), adapters)[rows, targets],
-        rtol=1e-5,
-        atol=1e-5,
+        single, head_logits(*on(states, weight), adapters)[rows, targets], rtol=1e-5, atol=1e-5
     )
 
 

@@ -107,9 +107,7 @@ def write_gguf(
     """
     config = ModelConfig.from_directory(directory)
     writer = gguf.GGUFWriter(
-        path,
-        ARCHITECTURES.get(config.family, config.family),
-        split_max_tensors=split_max_tensors,
+        path, ARCHITECTURES.get(config.family, config.family), split_max_tensors=split_max_tensors
     )
     writer.add_context_length(read_json(directory / "config.json")["max_position_embeddings"])
     writer.add_embedding_length(config.hidden_size)

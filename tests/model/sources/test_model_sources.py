@@ -379,14 +379,7 @@ def test_listing_names_each_model_once_with_its_source(tmp_path, home, monkeypat
     cached = put_into_hub_cache(tmp_path, "org/m")
     monkeypatch.setenv("PLANISH_MODELS", f"env={mapped},mine=/elsewhere")
     entries = {entry.name: entry for entry in list_models({"mine": str(mapped), "lost": "/absent"})}
-    assert list(entries) == [
-        "mine",
-        "lost",
-        "env",
-        DEFAULT_MODEL,
-        embedded.GEMMA3_MODEL,
-        "org/m",
-    ]
+    assert list(entries) == ["mine", "lost", "env", DEFAULT_MODEL, embedded.GEMMA3_MODEL, "org/m"]
     assert entries["mine"] == ModelEntry("mine", "models", mapped, is_local=True)
     assert entries["env"].source == "PLANISH_MODELS"
     assert entries["org/m"] == ModelEntry("org/m", "hub cache", cached, is_local=True)
