@@ -245,7 +245,7 @@ def fleet_table(report: Mapping[str, Any]) -> str:
     return "\n".join(
         (
             provenance(report) + table(heads, rows),
-            table(SIMULATION_HEADS, simulated),
+            provenance(report.get("head", report)) + table(SIMULATION_HEADS, simulated),
         )
     )
 

@@ -1,15 +1,20 @@
 """The simulation of benchmarks/fleet.py: which part of a step grows with the replicas."""
 
-import pytest
-from fleet import NETWORK_BYTES_PER_SECOND, HomeCosts, StepCosts, simulate, step_costs
+from dataclasses import replace
 
-HOME = HomeCosts(
+import pytest
+from fleet import NETWORK_BYTES_PER_SECOND, StepCosts, simulate
+
+COSTS = StepCosts(
     export_seconds=0.1,
     version_bytes=int(NETWORK_BYTES_PER_SECOND),  # one second over the network
     gradient_bytes=int(2 * NETWORK_BYTES_PER_SECOND),
     home_seconds=0.2,
+    compute_seconds=100.0,
+    samples=128,
+    head_seconds=0.5,
+    head_idle_share=0.0,
 )
-COSTS = StepCosts(**vars(HOME), compute_seconds=100.0, head_seconds=0.5, samples=128)
 
 
 def test_one_replica_sends_nothing():
@@ -31,14 +36,11 @@ def test_the_home_receives_the_gradients_of_all_replicas(replicas):
     assert step.samples_per_second == pytest.approx(replicas * 128 / step.seconds)
 
 
-def test_rays_idle_threads_are_no_work_of_a_step():
-    summaries = {
-        "1 replicas, 1 CPU each": {"seconds": 40.0, "head_seconds": 1.3, "idle_share": 0.03},
-        "4 replicas, 1 CPU each": {"seconds": 20.0, "head_seconds": 1.3, "idle_share": 0.05},
-    }
-    costs = step_costs(HOME, summaries, (1, 4), samples=128)
-    assert costs.head_seconds == pytest.approx(0.1 + (0.3 - 0.1) / 3)
-    assert costs.compute_seconds == pytest.approx(39.9)
+def test_signs_of_life_slow_the_head_down():
+    costs = replace(COSTS, head_idle_share=0.001)
+    assert simulate(costs, 500).parts["head"] == pytest.approx(
+        2 * simulate(COSTS, 500).parts["head"]
+    )
 
 
 def test_a_version_reaches_the_replicas_along_a_tree():
