@@ -20,6 +20,8 @@ from planish.model.architecture.inspection.masks import CausalMask, read_mask
 
 _PROBE_TOKENS = 127
 """A prime number, so that it divides the sizes of activations and of nothing else."""
+_QUERY_BLOCK = 256
+"""The queries whose scores exist at the same time in a prefill by torch's attention."""
 _MAMBA2_MIXERS = (
     *("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer"),
     *("NemotronHMamba2Mixer", "Zamba2MambaMixer"),
@@ -93,9 +95,13 @@ class LayerRecorder:
 
         `query`, `key`, `value`: [1, heads, tokens, head size].
         """
+        import torch
+
         copies = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]
         out = self._trained(query.new_empty(1, *copies[0].shape[:2], value.shape[3]))
         if not self.counts_stored:
+            # A GPU computes a prefill of modelling code by torch's attention (PrefillAttention).
+            _ = key.new_empty(key.shape[2], query.shape[1], _QUERY_BLOCK, dtype=torch.float32)
             return out, None
         unknown = [
             name
