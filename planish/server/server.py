@@ -297,9 +297,10 @@ class Server:
         self.request_log.disk_faults.stop()
         for task in self._background_tasks:
             task.cancel()
-        await asyncio.gather(*self._background_tasks, return_exceptions=True)
         deadline = time.monotonic() + seconds
+        # No sample may start while the background tasks end.
         await asyncio.gather(self.sampling.stop(seconds), self._stop_models(seconds))
+        await asyncio.gather(*self._background_tasks, return_exceptions=True)
         _log.info(
             "finished running requests, %.1f s before the deadline", deadline - time.monotonic()
         )

@@ -250,7 +250,7 @@ async def test_a_stop_waits_only_for_requests_in_the_engine(model_dir, data_dir)
         sampler = await client.sampler()
         accepted = [
             await server.sampling.submit(
-                TENANT, seq, sample(sampler, n=1, max_tokens=50, stop=[], seed=seq)
+                TENANT, seq, sample(sampler, n=1, max_tokens=500, stop=[], seed=seq)
             )
             for seq in range(5)
         ]
