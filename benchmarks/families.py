@@ -32,8 +32,7 @@ from typing import Any
 import chz
 import torch
 from machine import CpuTime
-from peft import LoraConfig as PeftConfig
-from peft import get_peft_model
+from peft import LoraConfig as PeftConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from planish import ServiceClient

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from planish.errors import UserError
 from planish.images import MAX_IMAGE_BYTES, MAX_IMAGES, ImageChunk

@@ -165,9 +165,8 @@ class BaseModel:
         """Return whether the device is unusable, as a GPU is after an illegal memory access, or
         whether another process that shares the model has ended.
         """
-        if self._sharded_decoder is not None and self._sharded_decoder.is_lost:
-            return True
-        return Device(self.device).is_lost()
+        decoder = self._sharded_decoder
+        return (decoder is not None and decoder.is_lost) or Device(self.device).is_lost()
 
     def close(self) -> None:
         """End the other processes that share the model."""

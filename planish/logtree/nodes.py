@@ -107,6 +107,6 @@ def plain(value: Any) -> Any:
         return plain(value.tolist())
     if hasattr(value, "model_dump"):  # pydantic
         return plain(value.model_dump())
-    return (
-        plain(asdict(value)) if is_dataclass(value) and not isinstance(value, type) else str(value)
-    )
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    return str(value)

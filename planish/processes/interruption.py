@@ -192,11 +192,9 @@ class StopRequest:
     @property
     def exit_exception(self) -> BaseException:
         """The exception to raise when the loop was asked to stop and is saved."""
-        return (
-            Stopped()
-            if self._exits_normally
-            else exception_for_signal(self._signal or signal.SIGINT)
-        )
+        if self._exits_normally:
+            return Stopped()
+        return exception_for_signal(self._signal or signal.SIGINT)
 
     def check(self) -> None:
         """Raise Interrupted if the loop was asked to stop."""

@@ -27,8 +27,7 @@ from planish.recipes.sums import worked_examples
 from planish.recipes.teacher_answers import SUMS, TeacherOptions
 from planish.recipes.training_run import run_main
 from planish.training import train_supervised
-from planish.training.supervised_config import Config
-from planish.training.supervised_config import check as check_config
+from planish.training.supervised_config import Config, check as check_config
 
 
 @chz.chz

@@ -47,8 +47,7 @@ from planish.recipes.wordy_sums import (
 )
 from planish.renderers import Renderer
 from planish.supervised.types import SupervisedDatasetBuilder
-from planish.training import rl_config as rl
-from planish.training import supervised_config as supervised
+from planish.training import rl_config as rl, supervised_config as supervised
 from planish.training.option_rules import GROUP_SIZE, at_least, check_fields, rule
 from planish.training.run_options import EngineOptions, LoraOptions, ScheduleOptions
 from planish.types import TTL_REMEDY, is_ttl

@@ -106,9 +106,11 @@ class TemplateTraits:
     @property
     def closes_thought(self) -> bool:
         """Whether prompts end after a block of reasoning, so that the model answers at once."""
-        if self.think_tags is None:
-            return False
-        return not self.opens_thought and self.think_tags[1] in as_text(self.opening)
+        return (
+            self.think_tags is not None
+            and not self.opens_thought
+            and self.think_tags[1] in as_text(self.opening)
+        )
 
 
 def _is_open(pieces: Sequence[Piece], tags: tuple[str, str]) -> bool:

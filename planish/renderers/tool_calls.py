@@ -233,11 +233,9 @@ def answered_call(messages: Sequence[CheckedMessage], index: int) -> Call | None
     calls = messages[first_result - 1].calls if first_result else ()
     call_id = messages[index].call_id
     by_id = next((call for call in calls if call_id and call.id == call_id), None)
-    return (
-        by_id
-        if by_id is not None or index - first_result >= len(calls)
-        else calls[index - first_result]
-    )
+    if by_id is not None or index - first_result >= len(calls):
+        return by_id
+    return calls[index - first_result]
 
 
 def read_json_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:

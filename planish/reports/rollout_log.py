@@ -139,8 +139,6 @@ def _has_content(node: Node) -> bool:
     """Return whether the node has any content besides headings."""
     if node.data is not None:
         return True
-    if node.tag in ("h1", "h2", "h3", "h4", "h5", "h6"):
-        return False
-    return any(
+    return node.tag not in ("h1", "h2", "h3", "h4", "h5", "h6") and any(
         _has_content(child) if isinstance(child, Node) else child.strip() for child in node.children
     )

@@ -24,8 +24,7 @@ import chz
 
 from planish.completers import StopCondition, TokensWithLogprobs
 from planish.errors import AbstainError
-from planish.types import ModelInput
-from planish.types import StopReason as SamplerStopReason
+from planish.types import ModelInput, StopReason as SamplerStopReason
 
 Action: TypeAlias = list[int]
 Observation: TypeAlias = ModelInput

@@ -14,8 +14,7 @@ from compare import (
     measure_interleaved,
     parse_names,
 )
-from environments import PEERS as PEER_FILES
-from environments import names
+from environments import PEERS as PEER_FILES, names
 from peer_process import PeerError, PeerProcess
 from workloads import SMALL_WORKLOADS, WORKLOADS
 

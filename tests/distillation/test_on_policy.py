@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 from metric_tables import definition_of
-from peft import LoraConfig as PeftConfig
-from peft import get_peft_model
+from peft import LoraConfig as PeftConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from planish.distillation.datasets import (

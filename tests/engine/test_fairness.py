@@ -1,7 +1,6 @@
 """FairShare gives the next turn to the waiting key that has used the least time."""
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from planish.engine.fairness import FairShare
 

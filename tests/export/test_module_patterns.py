@@ -5,8 +5,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from peft.utils.other import get_pattern_key
 
 from planish.errors import DamagedFileError, UnsupportedError

@@ -24,8 +24,7 @@ from planish.errors import UserError
 from planish.processes import ray_cluster as cluster_module
 from planish.processes.ray_cluster import import_ray, leave_cluster, start_cluster
 from planish.recipes import rl_basic
-from planish.rl.rollout.processes import process as process_module
-from planish.rl.rollout.processes import ray_worker
+from planish.rl.rollout.processes import process as process_module, ray_worker
 from planish.rl.rollout.processes.pool import RolloutPool
 from planish.rl.rollout.processes.process import NoRoomError, ProcessDiedError
 from planish.rl.rollout.processes.ray_actor import RolloutActor

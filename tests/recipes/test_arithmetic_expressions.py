@@ -3,8 +3,7 @@ import time
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from planish.recipes.arithmetic_expressions import (
     MAX_CHARS,

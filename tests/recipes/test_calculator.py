@@ -5,8 +5,7 @@ import random
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from scripted_policy import ScriptedPolicy, contents, is_one_sequence, made, play, problems
 
 from planish.errors import UserError

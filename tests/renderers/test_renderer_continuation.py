@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 from family_tokenizers import family_tokenizer
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from variants import slow_after
 
 from planish.renderers import Message, Renderer, get_renderer

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 from family_tokenizers import family_tokenizer
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from planish.renderers import Renderer, Termination, get_renderer, get_text_content
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from family_tokenizers import family_tokenizer
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from planish.renderers import Renderer, TrainOnWhat, get_renderer
 

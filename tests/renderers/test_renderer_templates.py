@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from family_tokenizers import family_tokenizer, template
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from planish.datasets.layouts import prompt_of
 from planish.renderers import Renderer, get_renderer

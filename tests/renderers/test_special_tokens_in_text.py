@@ -4,8 +4,7 @@ import json
 
 import pytest
 from family_tokenizers import QWEN_WORDS, SPECIAL, family_tokenizer, word_tokenizer
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tokenizers import normalizers
 from variants import slow_after
 

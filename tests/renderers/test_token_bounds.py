@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 from family_tokenizers import SPECIAL, family_tokenizer
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from oracle_cases import CONVERSATIONS, TOOL_CONVERSATIONS, planish_messages, with_tools
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

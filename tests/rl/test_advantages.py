@@ -1,8 +1,7 @@
 import statistics
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from planish.rl.advantages import ADVANTAGES, is_constant
 

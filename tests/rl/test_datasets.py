@@ -10,8 +10,7 @@ from functools import partial
 import chz
 import datasets
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from planish.errors import UserError
 from planish.rl.environments.datasets import (

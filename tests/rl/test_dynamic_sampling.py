@@ -10,8 +10,7 @@ import chz
 import pytest
 from digest_service import FakeService, Killed
 from digit_env import DigitGroup, Digits, DigitsBuilder
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from metric_tables import definition_of
 
 from planish.errors import UnsupportedError, UserError

@@ -6,8 +6,7 @@ import itertools
 import pytest
 from digest_service import FakeService, Killed
 from digit_env import DigitsBuilder
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from planish.errors import UserError
 from planish.files import read_rows

@@ -6,8 +6,7 @@ from typing import Any, cast
 
 import pytest
 from byte_chat import END, Counting, ScriptedPolicy, play, play_async, tokens_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from virtual_time import VirtualTimeLoop, run_in_virtual_time
 
 from planish import logtree

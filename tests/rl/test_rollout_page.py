@@ -10,8 +10,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from byte_chat import END as END_TEXT
-from byte_chat import ScriptedPolicy
+from byte_chat import END as END_TEXT, ScriptedPolicy
 from chromium import EXECUTABLE, Chromium, chromium
 from rollout_samples import END, NASTY, group, logged_tree, questions, several, single, spoken, turn
 

@@ -22,8 +22,7 @@ from planish.rl.kl import AdvantageShaping
 from planish.rl.rollout.evaluation import RLTestSetEvaluator
 from planish.runlog.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
 from planish.training.rl_config import AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig
-from planish.training.train_rl import main
-from planish.training.train_rl import train as train_with_client
+from planish.training.train_rl import main, train as train_with_client
 
 STEPS = 6
 

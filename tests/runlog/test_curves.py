@@ -5,8 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from planish.errors import UserError
 from planish.runlog.curves import Run, panels_to_draw, points_by_metric, read_runs, running_means

@@ -3,8 +3,7 @@
 import io
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rich.console import Console
 
 from planish.runlog.metrics_table import VALUE_WIDTH, format_number, metrics_table

@@ -6,8 +6,7 @@ import itertools
 import statistics
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from planish.errors import UserError
 from planish.runlog.statistics import Mean, pass_at_k

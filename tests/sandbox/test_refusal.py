@@ -18,9 +18,9 @@ from planish.sandbox import (
     SandboxError,
     SandboxUnavailableError,
     python_runtime,
+    sandbox as sandbox_module,
     system_calls,
 )
-from planish.sandbox import sandbox as sandbox_module
 
 START = Path(sandbox_module.__file__).with_name("start.py")
 

@@ -20,8 +20,7 @@ import datasets
 import tinker
 import torch
 from tinker_cookbook import checkpoint_utils, completers, renderers, weights
-from tinker_cookbook.distillation import sdft as sdft_loop
-from tinker_cookbook.distillation import train_off_policy
+from tinker_cookbook.distillation import sdft as sdft_loop, train_off_policy
 from tinker_cookbook.distillation.datasets import TeacherConfig
 from tinker_cookbook.preference import train_dpo
 from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 from server_client import TENANT, Client, running
 
-from planish.engine.checkpoints import files
-from planish.engine.checkpoints import store as checkpoint_store
+from planish.engine.checkpoints import files, store as checkpoint_store
 from planish.errors import DamagedFileError
 from planish.server.results import SessionSpec
 from planish.server.server import Server

@@ -5,8 +5,7 @@ of arrival.
 import asyncio
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from planish.server.models.request_queue import InFlight, RequestQueue, Worker
 

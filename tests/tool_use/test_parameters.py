@@ -7,8 +7,7 @@ from contextlib import suppress
 from typing import Annotated, Any, Literal, Optional
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from pydantic import BaseModel, Field
 
 from planish.errors import UserError

@@ -3,8 +3,7 @@ import gzip
 
 import pytest
 import zstandard
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from planish.errors import UserError
 from planish.wire.bodies import BodyTooLargeError, decompress_body

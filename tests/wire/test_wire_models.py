@@ -2,8 +2,7 @@
 
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tinker import types as sdk
 from tinker.types.create_model_request import CreateModelRequest
 from tinker.types.create_sampling_session_request import CreateSamplingSessionRequest

@@ -4,8 +4,7 @@ from datetime import UTC, datetime
 
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tinker import types as sdk
 
 from planish.errors import UserError

@@ -6,8 +6,7 @@ from dataclasses import fields
 import numpy as np
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tinker import types as sdk
 from tinker.proto.response_conv import deserialize_sample_response
 from tinker.types._pydantic_types.tensor_data import TensorData as JsonTensor

@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from json_bodies import forward_backward_to_json
 from tinker import types as sdk
 from tinker.proto import tinker_public_pb2 as pb
@@ -28,8 +27,7 @@ from planish.errors import UnsupportedError, UserError
 from planish.service import ForwardBackward, OptimStep
 from planish.tensors import TensorData
 from planish.types import AdamParams, Datum, EncodedTextChunk, ForwardBackwardOutput, ModelInput
-from planish.wire import tensors as wire_tensors
-from planish.wire import training
+from planish.wire import tensors as wire_tensors, training
 from planish.wire.fields import Fields
 from planish.wire.tensors import MAX_DENSE_ELEMENTS
 

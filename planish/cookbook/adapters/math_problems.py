@@ -5,8 +5,7 @@ from typing import Any
 
 import chz
 
-from planish.datasets.grading import Grader
-from planish.datasets.grading import extract_boxed as boxed_in
+from planish.datasets.grading import Grader, extract_boxed as boxed_in
 from planish.datasets.gsm8k import read_problem
 from planish.datasets.math_problems import COLLECTIONS
 from planish.errors import UserError

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planish.errors import UnsupportedError, UserError
-from planish.renderers import Renderer
-from planish.renderers import get_renderer as planish_renderer
+from planish.renderers import Renderer, get_renderer as planish_renderer
 from planish.renderers.vision import VisionRenderer
 from planish.tinker.refused import refused_type
 from planish.tokenizer import ModelTokenizer

@@ -15,10 +15,12 @@ from planish.errors import UnsupportedError
 from planish.preference import dpo
 from planish.tinker import ServiceClient
 from planish.tinker.service_client import run_options
-from planish.training import rl_config as rl
-from planish.training import supervised_config as supervised
-from planish.training import train_rl as rl_train
-from planish.training import train_supervised as supervised_train
+from planish.training import (
+    rl_config as rl,
+    supervised_config as supervised,
+    train_rl as rl_train,
+    train_supervised as supervised_train,
+)
 
 
 @chz.chz

@@ -310,7 +310,9 @@ class RunningSample:
         is still missing at the end of that step, no token is sampled until it is ready.
         """
         grammar = self.grammar
-        return False if grammar is None or grammar.is_ready else not self.tokens or grammar.is_late
+        if grammar is None or grammar.is_ready:
+            return False
+        return not self.tokens or grammar.is_late
 
     @property
     def position(self) -> int:

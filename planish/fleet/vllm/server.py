@@ -112,9 +112,9 @@ class VllmServer:
         (await self._health_http.get("/health")).raise_for_status()
         page = await self._health_http.get("/metrics")
         counters = [line for line in page.text.splitlines() if "tokens" in line and line[:1] != "#"]
-        return (
-            None if page.status_code != 200 or not counters else hash((self.num_answers, *counters))
-        )
+        if page.status_code != 200 or not counters:
+            return None
+        return hash((self.num_answers, *counters))
 
     async def wait_until_ready(self) -> None:
         """Wait until the server has loaded its base model, and read the base model's name. Raise

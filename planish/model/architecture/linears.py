@@ -64,11 +64,9 @@ def target_modules(model: ModelConfig, layer: int) -> tuple[tuple[str, ...], ...
 
     In a model of model/hf, the groups are those of all layers, and a layer may lack some of them.
     """
-    return (
-        tuple((name,) for name in model.hf.linear_names)
-        if model.hf is not None
-        else fused_modules(model, layer)
-    )
+    if model.hf is not None:
+        return tuple((name,) for name in model.hf.linear_names)
+    return fused_modules(model, layer)
 
 
 def layer_name(model: ModelConfig, layer: int) -> str:
@@ -97,7 +95,9 @@ def trainable_linears(model: ModelConfig) -> dict[str, tuple[int, str]]:
 
 def is_mlp(model: ModelConfig, layer: int, name: str) -> bool:
     """Return whether a linear of a layer belongs to its MLP, else to its attention."""
-    return model.hf.linear(layer, name).is_mlp if model.hf is not None else name.startswith("mlp")
+    if model.hf is not None:
+        return model.hf.linear(layer, name).is_mlp
+    return name.startswith("mlp")
 
 
 def distinct_fused_modules(model: ModelConfig) -> tuple[tuple[str, ...], ...]:

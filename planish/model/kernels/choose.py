@@ -46,8 +46,7 @@ from planish.model.kernels.reference.token_sampling import (
     SORTING_BYTES,
     TorchSampling,
 )
-from planish.model.kernels.triton.families import FAMILIES as TRITON_FAMILIES
-from planish.model.kernels.triton.families import supported_families
+from planish.model.kernels.triton.families import FAMILIES as TRITON_FAMILIES, supported_families
 from planish.model.kernels.triton.parts import (
     TritonActivations,
     TritonAttention,

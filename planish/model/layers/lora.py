@@ -253,11 +253,9 @@ def fused_module_names(model: ModelConfig) -> tuple[str, ...]:
 
     In a model of model/hf, these are the names of the linears.
     """
-    return (
-        model.hf.linear_names
-        if model.hf is not None
-        else _TARGET_NAMES[: len(fused_modules(model, 0))]
-    )
+    if model.hf is not None:
+        return model.hf.linear_names
+    return _TARGET_NAMES[: len(fused_modules(model, 0))]
 
 
 class LoraLayout:

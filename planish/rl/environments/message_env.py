@@ -344,12 +344,8 @@ class EnvFromMessageEnv(Env):
         )
 
     def _overflows(self) -> bool:
-        if self.max_trajectory_tokens is None:
-            return False
-        return (
-            self._conversation.prompt.length + (self.max_generation_tokens or 0)
-            > self.max_trajectory_tokens
-        )
+        num_tokens = self._conversation.prompt.length + (self.max_generation_tokens or 0)
+        return self.max_trajectory_tokens is not None and num_tokens > self.max_trajectory_tokens
 
     def _check_limits(self) -> None:
         if self._limits.max_tool_calls is not None:

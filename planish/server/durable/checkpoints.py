@@ -194,9 +194,10 @@ class CheckpointCatalog:
         The caller holds the lock of the path. The writing thread reads the row, because the row of
         the last save may still wait to be written.
         """
-        if not await self._engine.checkpoints.exists(path):
-            return True
-        return not await self._store.write(select, CheckpointRow, "path = ?", [path])
+        return not (
+            await self._engine.checkpoints.exists(path)
+            and await self._store.write(select, CheckpointRow, "path = ?", [path])
+        )
 
     async def check_quota(self, tenant: Tenant) -> None:
         """Raise BadRequest if the tenant has used up its storage quota, `max_storage_bytes`."""

@@ -46,11 +46,9 @@ def _integral_float_to_int(value: Any) -> Any:
     """Return a float such as 3.0 as an integer. Some languages have no integers, so their clients
     may send such floats.
     """
-    return (
-        int(value)
-        if isinstance(value, float) and value.is_integer() and abs(value) < 2**53
-        else value
-    )
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    return value
 
 
 Integer = Annotated[int, BeforeValidator(_integral_float_to_int)]

@@ -17,8 +17,7 @@ import torch
 from constraint_search import search
 from tokenizers import AddedToken, Tokenizer
 
-from planish.engine.constraints import cache as cache_module
-from planish.engine.constraints import refusals as refusals_module
+from planish.engine.constraints import cache as cache_module, refusals as refusals_module
 from planish.engine.constraints.cache import GrammarCache
 from planish.engine.constraints.fair_pool import FairPool
 from planish.engine.constraints.grammar import GrammarState, wait_for_masks

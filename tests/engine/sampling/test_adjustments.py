@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from backends import backend_of, torch_backend
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from planish.engine.sampling.adjustments import Adjustment, adjust_, sample_batch
 from planish.engine.sampling.token_sampling import sample_tokens

@@ -12,8 +12,7 @@ import torch
 from backends import load_on
 from test_sampler import adapter, request, run, tokens
 
-from planish.engine.sampling import reservations
-from planish.engine.sampling import sampler as sampler_module
+from planish.engine.sampling import reservations, sampler as sampler_module
 from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner, GraphRecorder, graph_sizes
 from planish.engine.sampling.model_runner import EagerRunner
 from planish.engine.sampling.plan import StepOutput, StepPlan

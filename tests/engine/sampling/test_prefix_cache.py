@@ -1,7 +1,6 @@
 """The prefix cache: exact keys, LRU eviction, and no chunk without its predecessors."""
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from planish.engine.sampling.prefix_cache import PrefixCache
 

@@ -15,8 +15,7 @@ import torch
 from backends import CPU, load_on, with_tiling
 from transformers import AutoModelForCausalLM
 
-from planish.engine.sampling import reservations, scheduler
-from planish.engine.sampling import sampler as sampler_module
+from planish.engine.sampling import reservations, sampler as sampler_module, scheduler
 from planish.engine.sampling.prompt_scores import PromptScores
 from planish.engine.sampling.requests import Prompt, PromptTensors
 from planish.engine.sampling.sampler import Sampler

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from backends import CPU, load_on, with_tiling
-from peft import LoraConfig as PeftConfig
-from peft import get_peft_model
+from peft import LoraConfig as PeftConfig, get_peft_model
 from torch.autograd.graph import save_on_cpu
 from transformers import AutoModelForCausalLM
 from variants import slow_after

@@ -6,8 +6,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig as PeftConfig
-from peft import get_peft_model
+from peft import LoraConfig as PeftConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from variants import slow_after
 

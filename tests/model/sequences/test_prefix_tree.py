@@ -8,8 +8,7 @@ import time
 import numpy as np
 import pytest
 from dense_attention import attention_mask
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from planish.model.sequences.prefix_tree import MicroBatch, pack
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig as PeftConfig
-from peft import get_peft_model
+from peft import LoraConfig as PeftConfig, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText

@@ -8,8 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from planish.server.messages.tool_inputs import (
     MAX_DIFFERENCE_CHARACTERS,

@@ -9,8 +9,7 @@ from typing import cast
 import pytest
 import torch
 from backends import backend_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_cpp_attention import Prompt, Sample
 from torch import Tensor
 from variants import slow_after

@@ -9,8 +9,7 @@ import pytest
 import torch
 from backends import load_on
 from dense_attention import attention_mask, dense_mask_attention
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from variants import slow_after
 
