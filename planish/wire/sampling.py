@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -289,9 +289,9 @@ def _option_to_json(value: Any) -> Any:
         case Constraint(kind, text, choices):
             return {"kind": kind, "text": text} | ({"choices": list(choices)} if choices else {})
         case Mapping():
-            return {str(key): number for key, number in value.items()}
+            return {str(key): number for key, number in cast("Mapping[Any, Any]", value).items()}
         case tuple():
-            return list(value)
+            return list(cast("tuple[Any, ...]", value))
         case _:
             return value
 

@@ -233,6 +233,7 @@ def test_a_sample_is_known_to_be_accepted_if_a_larger_one_with_its_options_was()
     for tokens in ([1, 2, 3, 4], [10], [-1], []):
         assert not accepted.covers(sample(tokens), "tiny")
     assert not accepted.covers(sample([1]), "other")
+    options: dict[str, Any]
     for options in ({"max_tokens": 9}, {"stop": ["a"]}, {"temperature": 0.5}, {"last_n": 1}):
         assert not accepted.covers(sample([1], **options), "tiny")
     for options in ({"max_tokens": None}, {"constraint": Constraint("regex", "a")}):

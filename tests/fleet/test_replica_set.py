@@ -36,6 +36,9 @@ class QuietLink:
             return EngineStatus()
         return self._weights if args[:1] == ("load_base_model",) else None
 
+    def send(self, name: str, *args: Any) -> None:
+        self.request(name, *args)
+
     def poll(self) -> list[Any]:
         self.has_ended.wait()
         raise ReplicaLostError("the process has ended")

@@ -160,7 +160,7 @@ class LayerRecorder:
                 self.store(x)
         return self._trained(hidden_states)
 
-    def mamba2(self, source: Any, hidden_states: Any, *_: Any, **__: Any) -> Any:
+    def mamba2(self, source: Any, hidden_states: Any, *_args: Any, **_options: Any) -> Any:
         """Return an output in the place of a Mamba-2 mixer, whose convolution makes such tensors."""
         x = source.in_proj(hidden_states)[..., : source.conv_dim]
         _ = [x.clone(), *(x.float() for _ in range(4))]
