@@ -131,7 +131,7 @@ def tiles_for(dtype: torch.dtype, head_dim: int, group: int, shared: int = HOPPE
         )  # fmt: skip
         return _tiles(least, forward, queries, keys)
     candidates = _CUTS[max(64, width)]
-    if width == 128 and shared < HOPPER_SHARED:
+    if width <= 128 and shared < HOPPER_SHARED:
         candidates = candidates[1:]  # An A100 has the memory for these, but spills registers.
     tried = (_tiles(least, *cuts) for cuts in candidates)
     fitting = (
@@ -146,6 +146,7 @@ _Cut = tuple[int, int, int, int]
 _CUTS: dict[int, tuple[tuple[_Cut, _Cut, _Cut], ...]] = {
     64: (
         ((128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 8, 2)),
+        ((128, 64, 4, 3), (128, 64, 8, 3), (32, 128, 8, 2)),
         ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
     ),
     128: (
