@@ -10,6 +10,7 @@ from math import ceil
 from operator import add
 
 from planish.model.kernels.interface.backend import Backend
+from planish.model.kernels.reference.attention import SCORE_ENTRIES
 from planish.model.layers.lora import fused_modules, padded_lora_columns
 from planish.model.layers.recurrence import activation_bytes_per_row, backward_bytes
 
@@ -100,7 +101,12 @@ class TrainerSettings:
             state_bytes = backward_bytes(config, num_tokens, is_sequence=is_alone)
             recurrence_bytes = activation_bytes_per_row(config, backend.dtype)
         if config.hf is not None:
-            return num_tokens * layer_bytes // 3 + state_bytes
+            # If scores have a limit, torch computes the backward pass of the attention
+            # (`block_backward`): a weight, a slope and a gradient of each score in float32, a mask,
+            # and the weight in the dtype of the matmuls.
+            num_scores = min(config.num_heads * num_tokens**2, SCORE_ENTRIES)
+            score_bytes = (3 * 4 + 1 + itemsize) * num_scores if config.score_cap else 0
+            return max(num_tokens * layer_bytes // 3 + state_bytes, score_bytes)
         # The MLP and the attention need the gradients of about two fifths of what the layer stores,
         # or those of all pairs of a row and an expert.
         pair_bytes = itemsize * (3 * config.hidden_size + 4 * config.expert_size)

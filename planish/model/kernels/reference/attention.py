@@ -38,8 +38,8 @@ _BATCH_ROWS = 256
 _QUERY_BLOCK = 256
 # Blocks of at most this many rows share a batch even if their numbers of rows differ.
 _FEW_ROWS = 8
-# Maximum number of score entries in memory at a time, in `block_backward`.
-_SCORE_ENTRIES = 1 << 26
+SCORE_ENTRIES = 1 << 26
+"""Maximum number of score entries in memory at a time, in `block_backward`."""
 
 
 @dataclass(frozen=True)
@@ -437,8 +437,8 @@ def block_backward(
 
 
 def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int]]:
-    """Return the query ranges [start, stop) with at most about `_SCORE_ENTRIES` scores each."""
-    size = max(16, _SCORE_ENTRIES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    """Return the query ranges [start, stop) with at most about `SCORE_ENTRIES` scores each."""
+    size = max(16, SCORE_ENTRIES // (q.shape[0] * q.shape[1] * k.shape[2]))
     return [(start, min(start + size, q.shape[2])) for start in range(0, q.shape[2], size)]
 
 

@@ -139,7 +139,7 @@ def test_splitting_queries_into_blocks_does_not_change_the_result(monkeypatch):
     micro_batch = forest(2)
     qkv, weight = inputs(len(micro_batch), 4, 2, torch.float64)
     whole = attention_gradients(TorchTreeAttention(micro_batch, CPU, block_backward), qkv, weight)
-    monkeypatch.setattr("planish.model.kernels.reference.attention._SCORE_ENTRIES", 1)
+    monkeypatch.setattr("planish.model.kernels.reference.attention.SCORE_ENTRIES", 1)
     for a, b in zip(
         attention_gradients(TorchTreeAttention(micro_batch, CPU, block_backward), qkv, weight),
         whole,
