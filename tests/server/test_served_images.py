@@ -353,7 +353,7 @@ output = trainer.forward_backward([datum(12), datum(None)], "cross_entropy").res
 trained = [item["logprobs"].data[-1] for item in output.loss_fn_outputs]
 sampler = trainer.save_weights_and_get_sampling_client()
 scored = [sampler.compute_logprobs(prompt(n).append_int(65)).result()[-1] for n in (12, None)]
-sampled = sampler.sample(prompt(None), 2, types.SamplingParams(max_tokens=3)).result()
+sampled = sampler.sample(prompt(None), 2, types.SamplingParams(max_tokens=3, stop=[])).result()
 errors = []
 for chunk in (
     types.ImageChunk(data=data, format="png", expected_tokens=13),
