@@ -59,11 +59,11 @@ class ToolParam(StrictModel):
         bool | None,
         Field(description="Describe the tool only after a tool_reference block names it."),
     ] = None
-    input_examples: list[dict[str, Any]] | None = None
+    input_examples: Blocks | None = None
     eager_input_streaming: Annotated[
         bool | None, Field(description="Changes nothing: a call is sent when it is complete.")
     ] = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], Field(fail_fast=True)] | None = None
     cache_control: CacheControl | None = None
 
 
@@ -110,7 +110,7 @@ class ContextEdit(StrictModel):
 class ContextManagement(StrictModel):
     """Changes that the server makes to the conversation."""
 
-    edits: list[ContextEdit] = Field(default=[])
+    edits: list[ContextEdit] = Field(default=[], fail_fast=True)
 
 
 class CountTokensRequest(Request):

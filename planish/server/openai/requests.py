@@ -215,7 +215,7 @@ class GenerationRequest(Request):
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    logit_bias: Annotated[LogitBias, Field(max_length=MAX_LOGIT_BIASES)] = {}
+    logit_bias: Annotated[LogitBias, Field(fail_fast=True, max_length=MAX_LOGIT_BIASES)] = {}
     allowed_token_ids: Annotated[TokenIds, Field(max_length=MAX_ALLOWED_TOKENS)] = []
     logprob_token_ids: Annotated[
         Annotated[TokenIds, Field(min_length=1, max_length=MAX_SCORED_TOKENS)] | None,
@@ -476,8 +476,7 @@ def read_request(request_type: type[R], fields: Fields) -> R:
     parameters: dict[str, Any] = {}
     for name in fields:
         value = fields.raw(name)
-        is_ignored = name in _IGNORED_PARAMETERS and name not in request_type.model_fields
-        if value is None or is_ignored:
+        if value is None or (name in _IGNORED_PARAMETERS and name not in request_type.model_fields):
             continue
         if name in request_type.no_op_params:
             allowed, remedy = request_type.no_op_params[name]
@@ -517,18 +516,26 @@ def _validation_error(values: Mapping[str, Any], error: ValidationError) -> Wron
     the branch that the client most probably meant is returned: the one deepest in the body, and
     among these one that is not about the type of the value.
     """
+    # Lists end at their first fault, so only an object with unknown keys has many. A list of them
+    # would take seconds, in which no other request runs.
+    if error.error_count() > 1_000:
+        return WrongParameterError(
+            max(values, key=lambda name: len(orjson.dumps(values[name]))),
+            f"an object in the body has {error.error_count():,} unknown keys; leave them out",
+        )
     faults = error.errors(include_url=False, include_context=False)
-    faults = [one for one in faults if one["loc"][0] == faults[0]["loc"][0]]
-    located = [(*_locate(values, one["loc"]), one) for one in faults]
+    located = [
+        (*_locate(values, one["loc"]), one)
+        for one in faults
+        if one["loc"][0] == faults[0]["loc"][0]
+    ]
     path, depth, value, fault = min(
         located, key=lambda one: (-one[1], one[3]["type"].endswith(_BRANCH_FAULTS))
     )
     name = str(fault["loc"][0])
     if fault["type"] == "missing":
-        missing = str(fault["loc"][-1])
-        return WrongParameterError(
-            name, f"{path if depth == 0 else f'{path}.{missing}'} is missing"
-        )
+        where = [path] if depth == 0 else [path, str(fault["loc"][-1])]
+        return WrongParameterError(name, f"{'.'.join(where)} is missing")
     text = fault["msg"][0].lower() + fault["msg"][1:]
     return WrongParameterError(name, f"{path}={shown(value)}: {text}")
 

@@ -168,8 +168,8 @@ class ReasoningItem(Item):
     """The reasoning before an assistant's message."""
 
     type: Literal["reasoning"]
-    summary: list[SummaryPart] = Field(default_factory=list[SummaryPart])
-    content: list[ReasoningPart] = Field(default_factory=list[ReasoningPart])
+    summary: list[SummaryPart] = Field(default_factory=list[SummaryPart], fail_fast=True)
+    content: list[ReasoningPart] = Field(default_factory=list[ReasoningPart], fail_fast=True)
     encrypted_content: str | None = None
 
 
@@ -381,11 +381,11 @@ class ResponsesRequest(Request):
     parallel_tool_calls: bool = True
     text: Annotated[TextOptions, _NULL] = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
-    include: list[Include] = Field(default_factory=list[Include])
+    include: list[Include] = Field(default_factory=list[Include], fail_fast=True)
     top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
-    metadata: dict[str, str] = Field(default_factory=dict)
+    metadata: dict[str, str] = Field(default_factory=dict, fail_fast=True)
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
