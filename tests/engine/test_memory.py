@@ -22,6 +22,7 @@ from planish.engine.training.trainer_settings import TrainerSettings
 from planish.errors import UserError
 from planish.model.architecture.config import ModelConfig
 from planish.model.architecture.hf_config.fp8_config import Fp8Config
+from planish.model.architecture.inspection import probing
 from planish.model.architecture.weight_sizes import (
     linear_bytes,
     mxfp4_bytes,
@@ -31,6 +32,7 @@ from planish.model.architecture.weight_sizes import (
 )
 from planish.model.kernels.choose import choose_backend, reference_backend, triton_backend
 from planish.model.kernels.interface.backend import Backend
+from planish.model.kernels.reference import sampling_attention
 from planish.model.layers.quantization import DEQUANTIZATION_BYTES
 from planish.model.sequences.kv_cache import max_pool_bytes
 from planish.service import CreateSampler
@@ -620,3 +622,7 @@ def documented_config(
     config |= dict(zip(names, shape, strict=True)) | {"head_dim": head_dim}
     (directory / "config.json").write_text(json.dumps(config))
     return ModelConfig.from_directory(directory)
+
+
+def test_the_inspection_plans_the_scores_of_a_prefill():
+    assert probing._QUERY_BLOCK == sampling_attention._QUERY_BLOCK

@@ -35,14 +35,14 @@ CacheControl = Annotated[
     Field(description="Changes nothing: prefixes of prompts are cached in any case."),
 ]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
-Blocks = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+JsonObjects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 class MessageParam(StrictModel):
     """A message: a text, or a list of content blocks."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Blocks
+    content: str | JsonObjects
 
 
 class ToolParam(StrictModel):
@@ -59,7 +59,7 @@ class ToolParam(StrictModel):
         bool | None,
         Field(description="Describe the tool only after a tool_reference block names it."),
     ] = None
-    input_examples: Blocks | None = None
+    input_examples: JsonObjects | None = None
     eager_input_streaming: Annotated[
         bool | None, Field(description="Changes nothing: a call is sent when it is complete.")
     ] = None
@@ -118,7 +118,7 @@ class CountTokensRequest(Request):
 
     no_op_params: ClassVar[NoOpParams] = _NO_OP_PARAMS
     messages: Annotated[list[MessageParam], Field(fail_fast=True, min_length=1)]
-    system: str | Blocks = ""
+    system: str | JsonObjects = ""
     tools: list[ToolParam] = Field(default=[], fail_fast=True, max_length=MAX_TOOLS)
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: Thinking | None = None

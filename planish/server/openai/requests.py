@@ -534,8 +534,8 @@ def _validation_error(values: Mapping[str, Any], error: ValidationError) -> Wron
     )
     name = str(fault["loc"][0])
     if fault["type"] == "missing":
-        where = [path] if depth == 0 else [path, str(fault["loc"][-1])]
-        return WrongParameterError(name, f"{'.'.join(where)} is missing")
+        missing = path if depth == 0 else f"{path}.{fault['loc'][-1]}"
+        return WrongParameterError(name, f"{missing} is missing")
     text = fault["msg"][0].lower() + fault["msg"][1:]
     return WrongParameterError(name, f"{path}={shown(value)}: {text}")
 

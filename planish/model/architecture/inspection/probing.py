@@ -21,7 +21,9 @@ from planish.model.architecture.inspection.masks import CausalMask, read_mask
 _PROBE_TOKENS = 127
 """A prime number, so that it divides the sizes of activations and of nothing else."""
 _QUERY_BLOCK = 256
-"""The queries whose scores exist at the same time in a prefill by torch's attention."""
+"""The queries whose scores exist at the same time in a prefill by torch's attention. A test requires
+that it is the number of sampling_attention.py, which may not be imported here.
+"""
 _MAMBA2_MIXERS = (
     *("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer"),
     *("NemotronHMamba2Mixer", "Zamba2MambaMixer"),
